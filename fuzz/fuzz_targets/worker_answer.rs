@@ -5,7 +5,7 @@
 mod file;
 
 use std::ffi::OsString;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use assay_campaign::worker::{Worker, WorkerError, WorkerLaunch};
@@ -13,6 +13,7 @@ use assay_core::problem::{Dtype, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{Recipe, Regime};
 use libfuzzer_sys::fuzz_target;
+use signal_hook::consts::SIGPIPE;
 
 const HELLO: &[u8] = br#"{"protocol": "assay-check/1", "dtypes": ["f32"], "outputs": []}"#;
 
@@ -28,14 +29,20 @@ static PROBLEM: LazyLock<Problem> = LazyLock::new(|| {
     recipe.problem(&LossSpec::default()).expect("a valid recipe")
 });
 
-fuzz_target!(|bytes: &[u8]| {
-    ask(bytes);
-    ask(&[HELLO, b"\n", bytes, b"\n"].concat());
-});
+// A write to a kernel that has ended is an error in a program of Rust's, and a signal in the fuzzer's, which would end it.
+fuzz_target!(
+    init: {
+        signal_hook::flag::register(SIGPIPE, Arc::default()).expect("a signal that may be handled");
+    },
+    |bytes: &[u8]| {
+        ask(bytes);
+        ask(&[HELLO, b"\n", bytes, b"\n"].concat());
+    }
+);
 
 fn ask(stdout: &[u8]) {
     let path = file::of(stdout, "txt");
-    // The shell goes on to read: a write into a pipe that nobody reads would end the fuzzer by a signal.
+    // The shell goes on to read, so that a request is not an error before the answer is read.
     let script = r#"cat "$0"; exec cat >/dev/null"#;
     let moment = Duration::from_millis(200);
     let launch = WorkerLaunch::new(["sh".into(), "-c".into(), script.into(), OsString::from(path)]);

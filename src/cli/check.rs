@@ -18,7 +18,7 @@ use crate::report::junit::{campaign_cases, junit};
 use crate::report::{Input, render};
 use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
-use crate::text::{ForeignText, shown_lines};
+use crate::text::{ForeignText, ShownNumber, shown_lines};
 use crate::worker::{RankedWorker, ShardCut, Worker, WorkerLaunch};
 
 #[derive(Args)]
@@ -197,7 +197,10 @@ fn cut_of(name: &str) -> Result<ShardCut, String> {
 /// A time, from a number of an option.
 fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
     let time = Duration::try_from_secs_f64(given).ok().filter(|time| !time.is_zero());
-    time.ok_or_else(|| CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0").into()))
+    time.ok_or_else(|| {
+        let given = ShownNumber(given);
+        CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0").into())
+    })
 }
 
 impl Pages {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::CliError;
+use crate::files::read_named_text;
 use crate::text::ShownPath;
 
 /// The largest size of a document, in bytes.
@@ -25,7 +26,8 @@ pub(super) fn put_into<'t>(path: &Path, texts: impl IntoIterator<Item = (Marks, 
             format!("--into: got {} of {bytes} bytes, expected a document of up to {LONGEST}", ShownPath(&path)).into(),
         ));
     }
-    let mut document = fs::read_to_string(path).map_err(|reason| io("read", reason))?;
+    // A device has a size of 0 and no end.
+    let mut document = read_named_text(path, LONGEST).map_err(|reason| io("read", reason))?;
     for (marks, text) in texts {
         document = between(&document, marks, text).ok_or_else(|| {
             let (given, [start, end]) = (ShownPath(&path), marks);

@@ -10,7 +10,7 @@ use time::OffsetDateTime;
 use super::{CliError, Passed, Printing, command_line, output, stop_flag};
 use crate::problem::Dtype;
 use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
-use crate::text::ShownPath;
+use crate::text::{ShownNumber, ShownPath};
 
 /// The most completions of one prompt: more are a slip of the keyboard.
 const MOST_COMPLETIONS: usize = 65_536;
@@ -86,7 +86,8 @@ impl RecordCommand {
         let default = CompletionSampling::default();
         let temperature = self.temperature.unwrap_or(default.temperature);
         if !(temperature.is_finite() && temperature > 0.0) {
-            return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0").into()));
+            let given = ShownNumber(temperature);
+            return Err(CliError::Usage(format!("--temperature: got {given}, expected a number > 0").into()));
         }
         let group = self.group.map_or(default.group, NonZeroUsize::get);
         if group > MOST_COMPLETIONS {

@@ -160,7 +160,7 @@ pub(super) fn judge(
     pages: &Pages,
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
-    let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
+    let SuiteDescription { version: by, spec, project, deck } = config::read_found(&path)?;
     let refused = |reason: String| CliError::Config { path: path.clone().into(), reason: reason.into() };
     // The problems are drawn again from the deck, not read: another version may draw others, and the answers would be
     // of different problems.

@@ -167,10 +167,20 @@ fn flags_that_xla_does_not_know_are_an_error_that_names_them() {
     for args in
         [&["check", "--impl", "xla", "--cases", "1", "--no-power"][..], &["list", "--plugin", ".plugins/pjrt_cpu.so"]]
     {
-        let output = command().args(args).env("XLA_FLAGS", "--xla_nonsense=1").output().unwrap();
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
-        assert!(stderr.contains("`XLA_FLAGS`: got `--xla_nonsense=1`, expected flags that"), "{args:?}: {stderr}");
-        assert!(stderr.contains("Unknown flag in XLA_FLAGS: --xla_nonsense=1"), "{args:?}: {stderr}");
+        // An unknown flag, and known ones with values of another type.
+        for flag in [
+            "--xla_nonsense=1",
+            "--xla_backend_optimization_level=high",
+            "--xla_force_host_platform_device_count=x",
+            "--xla_dump_hlo_as_text=maybe",
+        ] {
+            let output = command().args(args).env("XLA_FLAGS", flag).output().unwrap();
+            let stderr = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
+            assert!(stderr.contains(&format!("`XLA_FLAGS`: got `{flag}`, expected flags that")), "{args:?}: {stderr}");
+            let says_why =
+                stderr.contains("Unknown flag in XLA_FLAGS: --xla_nonsense=1") || stderr.contains("parsing failed");
+            assert!(says_why, "{args:?}: {stderr}");
+        }
     }
 }

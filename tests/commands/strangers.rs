@@ -184,6 +184,10 @@ fn fifo(path: &str) {
     assert!(Tool::new("mkfifo").arg(path).status().unwrap().success());
 }
 
+fn link_to_device(path: &str) {
+    symlink("/dev/zero", path).unwrap();
+}
+
 #[test]
 fn files_found_that_are_pipes_or_devices_are_refused() {
     let workplace = Workplace::new();
@@ -226,9 +230,20 @@ fn files_found_that_are_pipes_or_devices_are_refused() {
         let args = ["record", "--model", &model, "--prompts", &prompts, "--out", &workplace.path("out.safetensors")];
         refused(&args, &["config.json: cannot read: got a pipe"]);
     }
-    // An answer that is a pipe is a fault of the kernel.
+    // The description of a suite, which is unpacked as it came.
     let [suite, answers] = [workplace.path("suite"), folder("answers")];
     assert_eq!(assay(&["suite", "--cases", "1", "--wide", "0", "-o", &suite]).code, 0);
+    let description = format!("{suite}/suite.json");
+    let kept = fs::read(&description).unwrap();
+    for (make, given) in [(fifo as fn(&str), "a pipe"), (link_to_device as fn(&str), "a device")] {
+        fs::remove_file(&description).unwrap();
+        make(&description);
+        let reason = format!("suite.json: cannot read: got {given}, expected a regular file");
+        refused(&["judge", &suite, "--candidates", &answers], &[&reason]);
+    }
+    fs::remove_file(&description).unwrap();
+    fs::write(&description, kept).unwrap();
+    // An answer that is a pipe is a fault of the kernel.
     fifo(&format!("{answers}/0000.safetensors"));
     let judged = quiet(&["judge", &suite, "--candidates", &answers]);
     assert!(judged.code == 1 && judged.stdout.contains("got a pipe"), "{}{}", judged.stdout, judged.stderr);
@@ -326,6 +341,20 @@ fn numbers_and_products_in_messages_are_short_and_exact() {
     let spec = workplace.path("spec.json");
     fs::write(&spec, r#"{"temperature": -1e300}"#).unwrap();
     refused(&["spec", "--spec", &spec], &["spec.json", "got -1e300"]);
+    for option in ["--seconds", "--timeout"] {
+        let wanted = format!("{option}: got 1e308, expected a number of seconds above 0\n");
+        refused(&["check", "--exec", "true", "--cases", "1", option, "1e308"], &[&wanted]);
+    }
+    // A text in the place of what is expected is cut as one in the place of what is given.
+    let listed = workplace.path("listed");
+    fs::create_dir(&listed).unwrap();
+    fs::copy("fixtures/exported/grpo_f32.toml", format!("{listed}/problem.safetensors")).unwrap();
+    let bytes = fs::metadata(format!("{listed}/problem.safetensors")).unwrap().len();
+    let entry = format!("name = \"problem.safetensors\"\nbytes = {bytes}\nsource = \"\"\nlicence = \"\"");
+    fs::write(format!("{listed}/manifest.toml"), format!("[[file]]\n{entry}\nsha256 = \"{}\"\n", "x".repeat(100_000)))
+        .unwrap();
+    let output = quiet(&["replay", &format!("{listed}/problem.safetensors")]);
+    assert_eq!((output.code, output.stderr.len() < 1000), (2, true), "{:.2000}", output.stderr);
     let manifest = workplace.path("program.toml");
     let text = fs::read_to_string("fixtures/exported/grpo_f32.toml").unwrap();
     let at = text.lines().find(|line| line.starts_with("shape")).unwrap();

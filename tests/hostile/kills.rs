@@ -1,7 +1,9 @@
 //! Signals at random moments: nothing is left, and a training run goes on to the same bits.
 
+use std::env;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -75,6 +77,12 @@ static COMMANDS: LazyLock<Vec<Long>> = LazyLock::new(|| {
         long("check --impl", &format!("{check} --impl native"), Vec::new(), &["new.json", "new.html"], true),
         long("suite", "suite --cases 60 --wide 1 -o new", Vec::new(), &["new"], true),
     ];
+    // A compiler in a process of its own, where one is installed for the command that is built here.
+    let compiler = Path::new(env!("CARGO_MANIFEST_DIR")).join(".plugins/libtpu.so");
+    if compiler.exists() && env::var_os("ASSAY_UNDER_TEST").is_none() {
+        let args = "compile --target v6e --shape 1x8x256 --json new.json";
+        all.push(long("compile", args, Vec::new(), &["new.json"], true));
+    }
     for long in all.iter_mut().filter(|long| long.ends) {
         let sandbox = Sandbox::new(&long.files);
         let begun = Instant::now();

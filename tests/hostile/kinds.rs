@@ -433,6 +433,15 @@ pub(super) fn gguf(valid: &[u8]) -> Vec<Bad> {
     late[16..24].copy_from_slice(&count.to_le_bytes());
     late.splice(24..24, [&4_u64.to_le_bytes()[..], b"long", &8_u32.to_le_bytes(), &long].concat());
     all.push(bad("numbers", "alignment 0 behind 2 MiB", Content::of(late), true));
+    // The extents of tensors, behind their names and the number of the extents.
+    for name in ["token_embd.weight", "output_norm.weight", "output.weight"] {
+        let Some(at) = valid.windows(name.len()).position(|part| part == name.as_bytes()) else { continue };
+        for extent in [0, 1, 1 << 32, (1 << 63) - 1, 1 << 63, u64::MAX] {
+            let (mut bytes, at) = (valid.to_vec(), at + name.len() + 4);
+            bytes[at..at + 8].copy_from_slice(&u64::to_le_bytes(extent));
+            all.push(bad("numbers", format!("an extent of {name}: {extent}"), Content::of(bytes), true));
+        }
+    }
     let nested: Vec<u8> =
         (0..100_000).flat_map(|_| [&9_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat()).collect();
     all.push(bad("sizes", "100,000 arrays in each other", Content::of(entry("deep", 9, &nested)), true));

@@ -77,6 +77,9 @@ const OPTIONS: &[(&str, &str)] = &[
 /// Work without an end that somebody asks for is given; what these values ask for is that.
 const IS_WORK: &[(&str, &str)] = &[("bench --shape", "18446744073709551615")];
 
+/// A command that runs a plugin.
+const CHECK_XLA: &str = "check --impl xla --cases 1 --wide 0 --shapes 1x2x9 --no-power";
+
 /// Variables of the environment with bad values.
 const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ("RAYON_NUM_THREADS", "100000", "list -q"),
@@ -85,7 +88,10 @@ const ENVIRONMENT: &[(&str, &str, &str)] = &[
     ("RAYON_NUM_THREADS", "[E]", "list -q"),
     ("XLA_FLAGS", "--no_such_flag=1", "list"),
     ("XLA_FLAGS", "no/such/file", "list"),
-    ("XLA_FLAGS", "--no_such_flag=1", "check --impl xla --cases 1 --wide 0 --shapes 1x2x9 --no-power"),
+    ("XLA_FLAGS", "--xla_backend_optimization_level=high", CHECK_XLA),
+    ("XLA_FLAGS", "--xla_force_host_platform_device_count=-1", CHECK_XLA),
+    ("XLA_FLAGS", "--xla_dump_hlo_as_text=[E]", CHECK_XLA),
+    ("XLA_FLAGS", "--no_such_flag=1", CHECK_XLA),
     ("ASSAY_PJRT_PLUGIN", "/dev/zero", "list -q"),
     ("ASSAY_PJRT_PLUGIN", "[E]", "list -q"),
     ("ASSAY_PJRT_PLUGIN", ".", "list -q"),

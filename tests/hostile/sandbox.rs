@@ -26,6 +26,9 @@ const MOST_DIGITS: usize = 100;
 /// The pause between two looks at a run.
 const PAUSE: Duration = Duration::from_millis(2);
 
+/// The time for which a run is watched before it is said to wait for something else than a processor.
+const GLANCE: Duration = Duration::from_secs(1);
+
 /// The time that what is removed in the background may take.
 const AFTERMATH: Duration = Duration::from_secs(20);
 
@@ -216,7 +219,14 @@ impl Sandbox {
 
     /// Waits for a run that [`Sandbox::start`] began; kills one that hangs.
     pub(super) fn wait(&self, mut child: Child) -> Ran {
-        let status = wait_until(*PATIENCE, || child.try_wait().unwrap());
+        let mut status = None;
+        // A loaded machine may leave a run without a processor for minutes: it hangs if it waits for none, or has had one for long enough.
+        while status.is_none() {
+            status = wait_until(*PATIENCE, || child.try_wait().unwrap());
+            if status.is_none() && wait_until(GLANCE, || is_starved(child.id()).then_some(())).is_none() {
+                break;
+            }
+        }
         if status.is_none() {
             kill("KILL", &format!("-{}", child.id()));
             child.wait().unwrap();
@@ -360,6 +370,26 @@ pub(super) fn raw_character(bytes: &[u8]) -> Option<char> {
             || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
     };
     String::from_utf8_lossy(bytes).chars().find(drives)
+}
+
+/// Whether a thread of a process group waits for a processor, and the group had less time on one than a run has before it hangs.
+fn is_starved(group: u32) -> bool {
+    /// The clock ticks of a second, in which Linux counts processor time.
+    const TICKS: u64 = 100;
+    let (mut runnable, mut ticks) = (false, 0);
+    let folders = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    for process in folders(Path::new("/proc")).filter(|path| path.join("task").is_dir()) {
+        for thread in folders(&process.join("task")) {
+            // `id (name) state parent group …`, and the times in user and system mode at the 12th and 13th place after the name.
+            let text = fs::read_to_string(thread.join("stat")).unwrap_or_default();
+            let fields: Vec<&str> = text.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+            if fields.get(2) == Some(&&*group.to_string()) {
+                runnable |= matches!(fields[0], "R" | "D");
+                ticks += fields[11..13].iter().filter_map(|time| time.parse::<u64>().ok()).sum::<u64>();
+            }
+        }
+    }
+    runnable && ticks < PATIENCE.as_secs() * TICKS
 }
 
 /// Sends a signal; who is gone gets none.

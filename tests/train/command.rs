@@ -268,6 +268,55 @@ fn train_error_is_named_and_the_last_checkpoint_stays() {
     expect(&short, "metrics.jsonl: none of 1 steps, all of which were made");
 }
 
+/// Settings whose arrays are larger than the addresses of a process.
+#[test]
+fn train_settings_beyond_a_limit_of_memory_are_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = settings(folder.path(), "out").replace("warm_start: {steps: 100,", "warm_start: {steps: 1,");
+    let expect = |given: &str, hostile: &str, parts: &[&str]| {
+        let settings = whole.replace(given, hostile);
+        assert_ne!(settings, whole);
+        let output = limited("ulimit -v 3145728", &train(folder.path(), &settings));
+        assert_eq!((output.code, output.stderr.lines().count()), (2, 1), "{hostile}: {}", output.stderr);
+        for part in parts {
+            assert!(output.stderr.contains(part), "{hostile}: `{part}` not in {}", output.stderr);
+        }
+    };
+    // 4 copies of 10⁹ · 16 + 3,000 weights in f32, and of 15 tensors' names.
+    let extents =
+        "`model.init`: got vocab_size 1000000000, hidden_size 16, intermediate_size 24, num_hidden_layers 1, expected";
+    expect("vocab_size: 257", "vocab_size: 1000000000", &[extents, " need 2560000", " bytes, ", " are available"]);
+    expect("intermediate_size: 24", "intermediate_size: 2147483647", &["`model.init`: got vocab_size 257, "]);
+    expect("num_hidden_layers: 1", "num_hidden_layers: 2147483647", &["num_hidden_layers 2147483647, expected"]);
+    // What goes through the policy together, with weights that fit.
+    expect("batch: 8", "batch: 1048576", &["memory: ", " 1048576 sequences", " are available"]);
+    expect("prompts: 2, group: 4", "prompts: 1, group: 1048576", &["memory: ", " 1048576 ", " are available"]);
+}
+
+/// Numbers at the ends of their types.
+#[test]
+fn train_numbers_at_the_ends_of_types_are_taken_or_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = settings(folder.path(), "out").replace("steps: 8", "steps: 1").replace("steps: 100", "steps: 1");
+    let expect = |settings: &str, reason: &str| {
+        let args = train(folder.path(), settings);
+        assert_refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), &[reason]);
+    };
+    let largest = i64::MAX.to_string();
+    let reason = format!("`task.arithmetic.largest`: got {largest}, expected at most 1000000000000000000");
+    expect(&whole.replace("largest: 5", &format!("largest: {largest}")), &reason);
+    let reason = "`task.arithmetic.verbs`: got gets twice, expected each verb once";
+    expect(&whole.replace("largest: 5", "largest: 5, verbs: [gets, loses, gets]"), reason);
+    expect(&whole.replace("threads: 1", "threads: 100000"), "`threads`: got 100000, expected at most 4096");
+    expect(&format!("{whole}advantages: {{epsilon: -1.0e308}}"), "`advantages.epsilon`: got -1e308, expected");
+    // The seed and the draw after the largest are 0.
+    let config = folder.path().join("ab.yaml");
+    let text = whole.replace("max_new_tokens: 8", "max_new_tokens: 2, draw: 18446744073709551615");
+    fs::write(&config, format!("{text}seed: 18446744073709551615\n")).unwrap();
+    let output = assay(&["ab", "-q", "--config", config.to_str().unwrap(), "--seeds", "2", "--judge-every", "0"]);
+    assert!(output.code < 2, "{}", output.stderr);
+}
+
 /// Both arms, judged at each step; `make test-extensive` runs the shipped one too.
 #[test]
 fn ab_arms_agree_in_a_short_run() {

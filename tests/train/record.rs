@@ -308,6 +308,17 @@ fn record_gguf_files_that_do_not_fit_are_refused() {
     let whole = fs::read(case.path("model.gguf")).unwrap();
     fs::write(case.path("model.gguf"), &whole[..whole.len() / 2]).unwrap();
     case.assert_refused("model.gguf", &[], &["model.gguf"]);
+    // Behind a tensor's name are the number of its extents, in 4 bytes, and the extents, in 8 each.
+    let name = b"token_embd.weight";
+    let at = whole.windows(name.len()).position(|part| part == name).unwrap() + name.len() + 4;
+    let mut huge = whole.clone();
+    huge[at..at + 8].copy_from_slice(&(1_u64 << 63).to_le_bytes());
+    fs::write(case.path("model.gguf"), &huge).unwrap();
+    case.assert_refused(
+        "model.gguf",
+        &[],
+        &["model.gguf: tensor `token_embd.weight`: got shape [", "a product that fits"],
+    );
     // A hole of 1 TB after the tensors would be read for hours.
     fs::write(case.path("model.gguf"), &whole).unwrap();
     fs::OpenOptions::new().write(true).open(case.path("model.gguf")).unwrap().set_len(1 << 40).unwrap();

@@ -74,6 +74,19 @@ pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Opti
     }
 }
 
+/// The size up to which an allocation is not worth a look at the machine's memory, in bytes.
+const SMALL: usize = 1 << 26;
+
+/// Checks that this process can get `needed` bytes: an allocation that fails would end it. Nothing up to 64 MiB is refused, and where the
+/// machine reports no memory only what no address can reach.
+///
+/// # Errors
+/// [`Shortage`], with the description `what` and both numbers.
+pub fn expect_host_room(what: impl FnOnce() -> String, needed: usize) -> Result<(), Shortage> {
+    let available = (needed > SMALL).then(|| available_host_bytes().unwrap_or(isize::MAX.unsigned_abs()));
+    expect_room(what, needed, available)
+}
+
 /// Returns the bytes of memory that this process could get now without swapping: the least that the machine, each control group around
 /// the process, such as a container, and the limit of its addresses have left; `None` if none reports it.
 pub fn available_host_bytes() -> Option<usize> {

@@ -10,6 +10,9 @@ use serde::{Deserialize, Serialize};
 /// The largest number of characters that a message quotes.
 const LONGEST: usize = 300;
 
+/// The largest number of characters of several lines, or of a list, that a message quotes.
+const LONGEST_LINES: usize = 10_000;
+
 /// The most digits of a number that a message quotes.
 const MOST_DIGITS: usize = 40;
 const FIRST_LEFT_OUT: usize = MOST_DIGITS + 1;
@@ -71,12 +74,14 @@ impl fmt::Debug for ForeignText {
     }
 }
 
-/// Lines that nobody vouches for, or that quote such text: shown whole, without characters that drive a terminal.
+/// Lines that nobody vouches for, or that quote such text: shown without characters that drive a terminal, and cut after 10,000
+/// characters.
 ///
 /// ```
 /// use assay_core::text::ForeignLines;
 ///
 /// assert_eq!(ForeignLines::from("one\r\ntwo\u{9b}2J").to_string(), "one\ntwo\\u{9b}2J");
+/// assert_eq!(ForeignLines::from("x".repeat(100_000)).to_string(), "x".repeat(10_000) + "…");
 /// ```
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -97,7 +102,12 @@ impl<T: Into<String>> From<T> for ForeignLines {
 
 impl fmt::Display for ForeignLines {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(&shown_lines(&self.0))
+        let shown = shown_lines(&self.0);
+        // Cut at a character and not at a byte.
+        match shown.char_indices().nth(LONGEST_LINES) {
+            Some((end, _)) => write!(f, "{}…", &shown[..end]),
+            None => f.write_str(&shown),
+        }
     }
 }
 

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gate::Output;
 use assay_core::problem::{HeadShape, Shape};
-use assay_core::text::ForeignText;
+use assay_core::text::{ForeignText, ShownNumber};
 pub use assay_schema::verdicts::Grade;
 
 /// The `κ` of one arithmetic class: the number of roundings that an error analysis allows its outputs. Derived in
@@ -149,7 +149,7 @@ impl Tolerances {
             ToleranceError::Parse(format!("line {line}: {}", error.message()).into())
         })?;
         let number = |field: String, given: f64| {
-            let fault = || ToleranceError::Number { field: field.into(), given: given.to_string().into() };
+            let fault = || ToleranceError::Number { field: field.into(), given: ShownNumber(given).to_string().into() };
             if given.is_finite() && given > 0.0 { Ok(()) } else { Err(fault()) }
         };
         let reason = |field: String, given: &str| {

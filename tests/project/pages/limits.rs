@@ -123,5 +123,5 @@ const FILES: &str = "
 | dtypes of logits in files | f64, f32, bf16, f16; kernels get no f64 |
 | one line of a worker | 64 KiB |
 | a document for `--into` | 1 MiB |
-| threads in `RAYON_NUM_THREADS` | 4,096 |
+| threads in `RAYON_NUM_THREADS`, or `threads` of training settings | 4,096 |
 ";

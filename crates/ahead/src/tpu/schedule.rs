@@ -372,7 +372,9 @@ fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
         // A pipeline's exit test counts more trips than its grid has steps. The grid is the product in its DMAs' `iteration_bounds` that is
         // at most 16 below the exit test.
         let grids = (start..=last).filter(|bundle| !inner(bundle)).flat_map(|bundle| bundles[bundle].grids());
-        let grid = grids.filter(|&grid| trips.is_some_and(|trips| (grid..=grid + MOST_STAGES).contains(&trips))).max();
+        let grid = grids
+            .filter(|&grid| trips.is_some_and(|trips| (grid..=grid.saturating_add(MOST_STAGES)).contains(&trips)))
+            .max();
         let passed = |&(from, to, _): &BranchJump| from < start && to > last;
         spans[at].trips = grid.filter(|&grid| grid > 0).or(trips);
         // A branch from before the loop to a place after it may pass over it.

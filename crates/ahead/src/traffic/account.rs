@@ -23,16 +23,25 @@ const STILL: [&str; 10] = [
     "replica-id",
 ];
 
+/// The largest number of loop bodies that are counted, each for every loop that it is in.
+const MOST_BODIES: usize = 4096;
+
 /// Counts the traffic of one run of `module`, which was read from `file`.
 ///
 /// # Errors
-/// [`AheadError::Malformed`], where an operand or a computation is named that is nowhere.
+/// [`AheadError::Malformed`], where an operand or a computation is named that is nowhere, or loops are within each other without an end.
 pub(super) fn traffic(file: &str, module: &HloModule) -> Result<Traffic, AheadError> {
     let mut traffic = Traffic::default();
     let mut likenesses = Vec::new();
     // The entry runs once. Each loop body is counted with the product of the trips around it.
     let mut waiting = vec![(&module.entry, 1)];
+    let mut bodies = 0;
     while let Some((instructions, runs)) = waiting.pop() {
+        // A body that is a loop of its own would be counted for ever.
+        bodies += 1;
+        if bodies > MOST_BODIES {
+            return Err(AheadError::malformed(file, 0, "loops within each other", "at most 4096 bodies of loops"));
+        }
         for (body, trips) in traffic.count(file, instructions, runs, &module.computations, &mut likenesses)? {
             let body =
                 module.computations.get(body).ok_or_else(|| AheadError::malformed(file, 0, body, "a computation"))?;
@@ -124,7 +133,10 @@ impl Traffic {
                 // Only the gathered or sliced part of an operand moves, whether the instruction does it or a computation that it calls.
                 let read = match instruction.opcode {
                     "gather" | "slice" | "dynamic-slice" => whole.min(instruction.shape.bytes()),
-                    _ => parts_taken(described, place - before_operands, computations)
+                    // A text from elsewhere may have an array in the place of the handle.
+                    _ => place
+                        .checked_sub(before_operands)
+                        .and_then(|place| parts_taken(described, place, computations))
                         .map_or(whole, |bytes| whole.min(bytes)),
                 };
                 let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
@@ -199,6 +211,36 @@ ENTRY %main (a: f32[100]) -> f32[100] {
         let traffic = Traffic::parse("x", text).unwrap();
         assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
         assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn traffic_of_an_update_without_a_handle_is_its_operand() {
+        let text = "ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  ROOT %u = f32[100] async-update(%a)
+}
+";
+        assert_eq!(Traffic::parse("x", text).unwrap().hbm_bytes, 400);
+    }
+
+    #[test]
+    fn traffic_of_a_loop_within_itself_is_an_error() {
+        let text = "%c (p: s32[]) -> pred[] {
+  ROOT %p = pred[] parameter(0)
+}
+
+%b (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  ROOT %again = s32[] while(%p), condition=%c, body=%b, backend_config={\"known_trip_count\":{\"n\":\"2\"}}
+}
+
+ENTRY %main (a: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  ROOT %loop = s32[] while(%a), condition=%c, body=%b, backend_config={\"known_trip_count\":{\"n\":\"2\"}}
+}
+";
+        let error = Traffic::parse("x", text).unwrap_err().to_string();
+        assert!(error.contains("loops within each other"), "{error}");
     }
 
     #[test]

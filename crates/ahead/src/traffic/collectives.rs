@@ -59,6 +59,9 @@ const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "whi
 /// Custom calls that compute nothing.
 const MEMORY_CALLS: [&str; 2] = ["custom_call_target=\"AllocateBuffer\"", "custom_call_target=\"ConcatBitcast\""];
 
+/// The largest number of devices of one program.
+const MOST_DEVICES: usize = 1 << 20;
+
 /// Parses groups of devices in three notations: `{{0,1},{2,3}}` lists them; `{}` means all devices, and returns no group; `[2,4]<=[8]` is
 /// eight devices in order, as two groups of four; `[4,2]<=[2,4]T(1,0)` transposes two rows of four first.
 fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
@@ -82,6 +85,13 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
         None => (0..reshaped.len()).collect(),
     };
     let [_, members] = shape[..] else { return None };
+    // A few numbers may name more devices than there is memory for, and an order that has an axis twice names each of them again.
+    let devices = reshaped.iter().try_fold(1_usize, |devices, extent| devices.checked_mul((*extent).max(1)))?;
+    let mut axes = order.clone();
+    axes.sort_unstable();
+    if devices > MOST_DEVICES || !axes.into_iter().eq(0..reshaped.len()) {
+        return None;
+    }
     // Row-major strides of the array before the transposition.
     let mut strides = vec![1; reshaped.len()];
     for axis in (1..reshaped.len()).rev() {
@@ -235,6 +245,17 @@ impl Collective {
 mod tests {
     use super::*;
     use crate::traffic::Traffic;
+
+    #[test]
+    fn groups_of_too_many_devices_or_of_an_axis_twice_are_refused() {
+        assert_eq!(groups("[2,2]<=[4]"), Some(vec![vec![0, 1], vec![2, 3]]));
+        assert_eq!(groups("[2,2]<=[2,2]T(1,0)"), Some(vec![vec![0, 2], vec![1, 3]]));
+        for text in
+            ["[1,4]<=[1000000000000]", "[1,4]<=[4611686018427387904,8]", "[2,2]<=[2,2]T(0,0)", "[2,2]<=[2,2]T(0)"]
+        {
+            assert_eq!(groups(text), None, "{text}");
+        }
+    }
 
     /// The module has collectives in all forms that XLA and libtpu write.
     #[test]

@@ -16,8 +16,11 @@ pub(super) fn parts_taken(
         _ => &["gather", "slice"],
     };
     let name = instruction.called().next()?;
-    PartialReads { opcodes, computations, found: HashMap::new() }.bytes(name, place)
+    PartialReads { opcodes, computations, found: HashMap::new() }.bytes(name, place, 0)
 }
+
+/// The most computations within each other that are searched, so that no text overflows the stack.
+const DEEPEST: usize = 64;
 
 /// The opcodes of calls, whose operands are the parameters of the called computation.
 const CALLS: [&str; 4] = ["async-start", "call", "custom-call", "fusion"];
@@ -32,8 +35,12 @@ struct PartialReads<'c, 't> {
 }
 
 impl<'t> PartialReads<'_, 't> {
-    /// Returns the bytes of all parts that the computation `name` reads of its parameter `place`; `None` if it reads the whole, or nothing.
-    fn bytes(&mut self, name: &'t str, place: usize) -> Option<u64> {
+    /// Returns the bytes of all parts that the computation `name`, within `depth` others, reads of its parameter `place`; `None` if it
+    /// reads the whole, or nothing.
+    fn bytes(&mut self, name: &'t str, place: usize, depth: usize) -> Option<u64> {
+        if depth > DEEPEST {
+            return None;
+        }
         if let Some(&known) = self.found.get(&(name, place)) {
             return known;
         }
@@ -57,7 +64,7 @@ impl<'t> PartialReads<'_, 't> {
                 // A use takes a part, or passes the parameter to a computation that does.
                 let part = match user.called().next() {
                     _ if takes && at == 0 => user.shape.bytes(),
-                    Some(called) if CALLS.contains(&user.opcode) => self.bytes(called, at)?,
+                    Some(called) if CALLS.contains(&user.opcode) => self.bytes(called, at, depth + 1)?,
                     _ => return None,
                 };
                 bytes = Some(bytes.unwrap_or(0_u64).saturating_add(part));
@@ -110,8 +117,11 @@ impl PartialAccesses {
             for (place, operand) in user.operands.iter().enumerate() {
                 let Some(parameter) = parameter(operand) else { continue };
                 match (user.opcode, place) {
-                    (TAKE, 0) => *windows.read.entry(parameter).or_default() += user.shape.bytes(),
-                    (PUT, 0) => *windows.read.entry(parameter).or_default() += 0,
+                    (TAKE, 0) => {
+                        let read = windows.read.entry(parameter).or_default();
+                        *read = read.saturating_add(user.shape.bytes());
+                    }
+                    (PUT, 0) => _ = windows.read.entry(parameter).or_default(),
                     _ => _ = whole.insert(parameter),
                 }
             }

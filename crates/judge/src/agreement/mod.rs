@@ -49,6 +49,7 @@ use crate::gate::Output;
 use crate::tolerance::{Grade, Limits};
 use assay_core::problem::{Dtype, FloatArray, HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
+use assay_core::text::ShownNumber;
 use assay_schema::agreement::{LogpAgreement, RoundingFloor, SideFinding, TokenPair};
 use computation::LimitFactors;
 use rows::AgreementRows;
@@ -155,7 +156,7 @@ pub enum AgreementError {
     #[error("`mask`: got no token that counts, expected one at least")]
     NoTokens,
     /// A sampling parameter is out of range.
-    #[error("`{field}`: got {given}, expected {expected}")]
+    #[error("`{field}`: got {}, expected {expected}", ShownNumber(*given))]
     Parameter {
         /// The name of the parameter.
         field: &'static str,

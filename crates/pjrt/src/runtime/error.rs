@@ -25,7 +25,7 @@ pub enum RuntimeError {
         path: ShownPath,
         /// The exit status or the signal of the process that tried them.
         status: String,
-        /// The last line that it wrote.
+        /// The line that it wrote about the reason.
         said: ForeignText,
     },
     /// No plugin was named, and none is installed.

@@ -1,6 +1,7 @@
 //! The flags of XLA in the environment, tried in another process before this one reads them.
 //!
-//! XLA ends the process that gives it an unknown flag, by exit code 1, which is that of a failed verdict in the `assay` command.
+//! XLA ends the process that gives it an unknown flag, or a known one with a wrong value, by exit code 1, which is that of a failed verdict
+//! in the `assay` command.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -17,15 +18,22 @@ pub(crate) const XLA_VARIABLE: &str = "XLA_FLAGS";
 /// The hidden command of the `assay` executable that tries a plugin.
 pub const TRIAL_COMMAND: &str = "try-plugin";
 
-/// Flags that every plugin knows, and which are not worth a process.
-const KNOWN: [&str; 6] = [
-    "--xla_dump_to",
-    "--xla_dump_hlo_as_text",
-    "--xla_dump_hlo_as_proto",
-    "--xla_force_host_platform_device_count",
-    "--xla_backend_optimization_level",
-    "--xla_llvm_disable_expensive_passes",
-];
+/// Whether every plugin knows `flag` and takes its value, so that it is not worth a process.
+fn is_known(flag: &str) -> bool {
+    let (name, value) = flag.split_once('=').map_or((flag, None), |(name, value)| (name, Some(value)));
+    match name {
+        // XLA reads quotes itself.
+        "--xla_dump_to" => value.is_some_and(|path| !path.is_empty() && !path.contains(['"', '\''])),
+        "--xla_dump_hlo_as_text" | "--xla_dump_hlo_as_proto" | "--xla_llvm_disable_expensive_passes" => {
+            matches!(value, None | Some("true" | "false"))
+        }
+        "--xla_force_host_platform_device_count" => {
+            value.and_then(|count| count.parse().ok()).is_some_and(|count: u32| (1..=64).contains(&count))
+        }
+        "--xla_backend_optimization_level" => matches!(value, Some("0" | "1" | "2" | "3")),
+        _ => false,
+    }
+}
 
 /// The exit code of the `assay` command for an error, which the process that reads the flags next has again.
 const ERROR: i32 = 2;
@@ -50,7 +58,6 @@ pub fn try_plugin(path: &Path) -> Result<(), RuntimeError> {
 /// Checks that the plugin at `path` reads the flags of the environment and goes on.
 pub(super) fn expect_flags(path: &Path) -> Result<(), RuntimeError> {
     let given = env::var(XLA_VARIABLE).unwrap_or_default();
-    let is_known = |flag: &str| KNOWN.contains(&flag.split('=').next().unwrap_or(flag));
     let Some(executable) = EXECUTABLE.get().filter(|_| !given.split_whitespace().all(is_known)) else {
         return Ok(());
     };
@@ -61,10 +68,11 @@ pub(super) fn expect_flags(path: &Path) -> Result<(), RuntimeError> {
     if tried.status.success() || tried.status.code() == Some(ERROR) {
         return Ok(());
     }
-    // The last line says which flag it is, after the time and the place in XLA's source.
+    // The line that XLA marks as fatal has the reason after the time and the place in its source; a list of all flags may follow it.
     let words = String::from_utf8_lossy(&tried.stderr);
-    let last = words.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("nothing");
-    let said = last.split_once("] ").map_or(last, |(_, said)| said);
+    let fatal = words.lines().filter(|line| line.starts_with('F')).find_map(|line| line.split_once("] "));
+    let last = || words.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("nothing");
+    let said = fatal.map_or_else(last, |(_, said)| said);
     Err(RuntimeError::Flags {
         given: given.into(),
         path: path.into(),

@@ -8,6 +8,7 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 
 use super::{EMBEDDING, EndTokenIds, HEAD, Settings, first_line, rope_theta};
 use assay_core::files::open_regular;
+use assay_core::text::ForeignText;
 use assay_fixture::FixtureError;
 
 /// Translates the name of a tensor from Hugging Face's to llama.cpp's.
@@ -100,9 +101,17 @@ pub(super) fn read_header(path: &Path) -> Result<(BufReader<File>, Content), Fix
     let content = Content::read(&mut file).map_err(|error| {
         FixtureError::invalid(path, "header", first_line(&error), "a GGUF file, or a folder with config.json")
     })?;
+    // candle multiplies the extents without a look.
+    let elements = |info: &TensorInfo| info.shape.dims().iter().try_fold(1_usize, |n, extent| n.checked_mul(*extent));
+    let too_large = content.tensor_infos.iter().filter(|(_, info)| elements(info).is_none());
+    if let Some((name, info)) = too_large.min_by_key(|(name, _)| *name) {
+        let field = format!("tensor `{:.200}`", ForeignText::from(name.as_str()));
+        let given = format!("shape {:?}", info.shape.dims());
+        return Err(FixtureError::invalid(path, &field, given, "a product that fits 64 bits"));
+    }
     // The rest of a longer file would be read for its hash, and a hole has no end that is worth waiting for.
     let bytes = |info: &TensorInfo| {
-        let blocks = (info.shape.elem_count() / info.ggml_dtype.block_size().max(1)) as u64;
+        let blocks = (elements(info).unwrap_or(usize::MAX) / info.ggml_dtype.block_size().max(1)) as u64;
         blocks.saturating_mul(info.ggml_dtype.type_size() as u64).saturating_add(PADDING)
     };
     let start = content.tensor_data_offset.saturating_add(PADDING);

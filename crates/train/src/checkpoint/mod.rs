@@ -20,8 +20,9 @@ use sha2::{Digest, Sha256};
 use tokenizers::Tokenizer;
 
 use assay_core::files::{open_regular, read_regular};
+use assay_core::memory::{Shortage, expect_host_room};
 use assay_core::problem::FloatArray;
-use assay_core::text::{ForeignText, ShownPath};
+use assay_core::text::{ForeignText, ShownNumber, ShownPath};
 use assay_fixture::{FixtureError, SafetensorsFile, hexadecimal, sha256};
 
 /// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
@@ -100,7 +101,7 @@ impl Qwen2Config {
         let divisor = format!("a divisor of the {heads} heads");
         expect(heads.is_multiple_of(pairs), "num_key_value_heads", pairs.to_string(), &divisor)?;
         for (field, x) in [("rope_theta", self.rope_theta), ("rms_norm_eps", self.rms_norm_eps)] {
-            expect(x.is_finite() && x > 0.0, field, x.to_string(), "a number > 0")?;
+            expect(x.is_finite() && x > 0.0, field, ShownNumber(x).to_string(), "a number > 0")?;
         }
         Ok(())
     }
@@ -108,6 +109,27 @@ impl Qwen2Config {
     /// Returns the width of an attention head, `hidden_size / num_attention_heads`.
     pub(crate) fn head_dim(&self) -> usize {
         self.hidden_size / self.num_attention_heads
+    }
+
+    /// Returns the bytes that the weights take in f32; `usize::MAX` if they are more.
+    pub(crate) fn weight_bytes(&self) -> usize {
+        let of = |layers: usize| {
+            let bytes = |(_, shape): (String, Vec<usize>)| {
+                shape.iter().fold(size_of::<f32>(), |bytes, n| bytes.saturating_mul(*n)).saturating_add(TENSOR_BYTES)
+            };
+            Self { num_hidden_layers: layers, ..self.clone() }.tensors().map(bytes).fold(0, usize::saturating_add)
+        };
+        // All layers are alike, and settings from elsewhere may ask for any number of them.
+        let ends = of(0);
+        of(1).saturating_sub(ends).saturating_mul(self.num_hidden_layers).saturating_add(ends)
+    }
+
+    /// The extents by which the size of the weights is determined, in words.
+    pub(crate) fn extents(&self) -> String {
+        let Self { vocab_size, hidden_size, intermediate_size, num_hidden_layers, .. } = self;
+        format!(
+            "vocab_size {vocab_size}, hidden_size {hidden_size}, intermediate_size {intermediate_size}, num_hidden_layers {num_hidden_layers}"
+        )
     }
 
     /// The name of the LM head's tensor.
@@ -143,6 +165,9 @@ impl Qwen2Config {
         ends.into_iter().chain(head).chain((0..self.num_hidden_layers).flat_map(layer))
     }
 }
+
+/// The fewest bytes that a tensor takes besides its values: for its name, shape and strides.
+const TENSOR_BYTES: usize = 256;
 
 /// A tokenizer whose ids are all columns of the LM head, and the ids of its special tokens.
 #[derive(Clone)]
@@ -346,6 +371,12 @@ impl Qwen2Checkpoint {
                 ));
             }
         }
+        // The weights are widened to f32, so that a file of a few bits a weight may need more memory than its size.
+        let needed = self.config.weight_bytes();
+        expect_host_room(String::new, needed).map_err(|Shortage { needed, available, .. }| {
+            let expected = format!("at most {available}, which are available");
+            FixtureError::invalid(&self.path, "weights in f32", format!("{needed} bytes"), expected)
+        })?;
         Ok(self)
     }
 

@@ -30,6 +30,14 @@ impl LossArm {
         Ok(LossArm::Kernel(Box::new(grpo)))
     }
 
+    /// Whether it makes the logits of all tokens of a batch at once.
+    pub(super) fn makes_logits(&self) -> bool {
+        match self {
+            LossArm::Kernel(grpo) => grpo.makes_logits(),
+            LossArm::Candle(_) => true,
+        }
+    }
+
     /// Returns the arm for the loss `spec` instead of its own.
     pub(super) fn under(&self, spec: &LossSpec) -> Result<Self, TrainError> {
         Ok(match self {

@@ -12,6 +12,7 @@ use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::expect_separable;
 use assay_core::problem::ProblemError;
 use assay_core::spec::{LossSpec, Objective, RolloutSource, Temperature, TemperatureDivides};
+use assay_core::text::ShownNumber;
 
 /// The settings of a whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -131,6 +132,9 @@ const MOST_SEQUENCES: usize = 1 << 20;
 
 /// The largest number of times that a step draws other exercises.
 const MOST_ATTEMPTS: usize = 1 << 10;
+
+/// The largest number of threads: each takes memory before any work is done.
+const MOST_THREADS: usize = 1 << 12;
 
 /// The number and the length of completions, and how they are sampled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -271,6 +275,7 @@ impl TrainConfig {
         let most = |field: &str| match field {
             "warm_start.batch" => MOST_SEQUENCES,
             "rollout.dynamic_sampling.attempts" => MOST_ATTEMPTS,
+            "threads" => MOST_THREADS,
             _ => MOST_COUNT,
         };
         let mut counts = counts.into_iter().chain([("warm_start.steps", warm_steps)]);
@@ -297,7 +302,7 @@ impl TrainConfig {
             ("warm_start.learning_rate", self.warm_start.as_ref().map_or(1.0, |warm_start| warm_start.learning_rate)),
         ];
         if let Some((field, given)) = positive.into_iter().find(|(_, x)| !(x.is_finite() && *x > 0.0)) {
-            return wrong(field, given.to_string(), "a finite number above 0");
+            return wrong(field, ShownNumber(given).to_string(), "a finite number above 0");
         }
         let at_least_0 = [
             // With 0 nothing is learned, which is how to see what a run without learning looks like.
@@ -305,7 +310,7 @@ impl TrainConfig {
             ("advantages.epsilon", self.advantages.epsilon),
         ];
         if let Some((field, given)) = at_least_0.into_iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
-            return wrong(field, given.to_string(), "a finite number, at least 0");
+            return wrong(field, ShownNumber(given).to_string(), "a finite number, at least 0");
         }
         // A floor and an absent baseline belong to advantages that are scaled over tokens.
         let over_tokens = self.advantages.scale_rewards == ScaleRewards::Tokens;
@@ -316,7 +321,7 @@ impl TrainConfig {
         }
         let betas = [("update.optimizer.beta1", optimizer.beta1), ("update.optimizer.beta2", optimizer.beta2)];
         if let Some((field, given)) = betas.into_iter().find(|(_, x)| !(0.0..1.0).contains(x)) {
-            return wrong(field, given.to_string(), "0 ≤ beta < 1");
+            return wrong(field, ShownNumber(given).to_string(), "0 ≤ beta < 1");
         }
         self.loss.check().map_err(ProblemError::from)?;
         expect_separable(&self.loss).map_err(ProblemError::from)?;

@@ -137,6 +137,11 @@ impl GrpoLoss {
         Self { spec, kernel: self.kernel.clone() }
     }
 
+    /// Whether the implementation is given logits, which are then made of all tokens at once.
+    pub(super) fn makes_logits(&self) -> bool {
+        matches!(self.kernel, AnyImplementation::OnLogits(_))
+    }
+
     /// Returns the spec of the loss.
     pub fn spec(&self) -> &LossSpec {
         &self.spec

@@ -9,6 +9,7 @@ use super::loss::{array2, array3, widened};
 use super::optimizer::{WeightGradients, accumulate};
 use super::qwen2::PolicyWeights;
 use super::{LossArm, LossEvaluation, OffPolicy, TrainBatch, TrainError};
+use assay_core::memory::expect_host_room;
 use assay_core::problem::{HeadLayout, HeadProblem, Metrics, Projection};
 
 /// An observer of the losses of a run.
@@ -133,7 +134,21 @@ pub(super) struct LossStepResult {
 }
 
 impl LossStepInputs<'_> {
+    /// Checks that there is memory for the logits and their gradient, if they are made at all.
+    fn expect_room(&self) -> Result<(), TrainError> {
+        let (rows, tokens, _) = self.hidden.dims3()?;
+        let bytes = [rows, tokens, self.lm_head.dim(0)?, 2 * size_of::<f32>()];
+        let needed = if self.arm.makes_logits() { bytes.into_iter().fold(1, usize::saturating_mul) } else { 0 };
+        let what = || {
+            format!(
+                "the loss, for the logits of {rows} sequences of {tokens} tokens and their gradient, by a kernel without an LM head,"
+            )
+        };
+        Ok(expect_host_room(what, needed)?)
+    }
+
     pub(super) fn step(&self) -> Result<LossStepResult, TrainError> {
+        self.expect_room()?;
         // Leaves: the graph of the loss ends here.
         let hidden = Var::from_tensor(&self.hidden.detach())?;
         let LossEvaluation { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;

@@ -55,6 +55,7 @@ pub use trainer::Trainer;
 
 pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
+use assay_core::memory::Shortage;
 use assay_core::problem::ProblemError;
 use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 use assay_fixture::FixtureError;
@@ -129,6 +130,9 @@ pub enum TrainError {
         /// The values that are allowed, in words.
         expected: String,
     },
+    /// An array of the run does not fit into memory.
+    #[error(transparent)]
+    Memory(#[from] Shortage),
     /// The extents of a policy do not fit each other.
     #[error("model: {0}")]
     Model(#[from] Misfit),

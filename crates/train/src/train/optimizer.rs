@@ -106,7 +106,8 @@ impl AdamW {
         }
         // Clipping scales all gradients alike; a norm below the limit leaves them as they are.
         let clip = (config.max_grad_norm / (norm + CLIP_EPSILON)).min(1.0) as f32;
-        self.steps += 1;
+        // The number may be a file's. Long before its end the corrections are 1.
+        self.steps = self.steps.saturating_add(1);
         // The bias corrections of the moments, which begin at 0.
         let [first_scale, second_scale] =
             [config.beta1, config.beta2].map(|beta| (1.0 / (1.0 - beta.powi(self.steps))) as f32);

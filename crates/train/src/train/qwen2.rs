@@ -22,6 +22,7 @@ use rand_distr::{Distribution, Normal};
 
 use super::{Tokenizer, TrainError};
 use crate::checkpoint::{EMBEDDING, Qwen2Checkpoint, Qwen2Config};
+use assay_core::memory::expect_host_room;
 
 /// Standard deviation of weights that are not loaded.
 const INITIAL_STD: f32 = 0.02;
@@ -147,6 +148,7 @@ impl Qwen2 {
     pub fn hidden(&self, ids: &Tensor, mut cache: Option<&mut KvCache>) -> Result<Tensor, TrainError> {
         let (rows, length) = ids.dims2()?;
         let before = cache.as_ref().map_or(Ok(0), |cache| cache.len())?;
+        self.expect_room(rows, length, before)?;
         let embedded = self.weight(EMBEDDING).index_select(&ids.flatten_all()?, 0)?;
         let mut x = embedded.reshape((rows, length, self.config.hidden_size))?;
         // Rotation and mask depend on positions alone and are shared by all layers.
@@ -162,6 +164,17 @@ impl Qwen2 {
             x = (x + self.linear(&inner, &name("mlp.down_proj"))?)?;
         }
         self.norm(&x, "model.norm")
+    }
+
+    /// Checks that there is memory for a layer's arrays of `rows` sequences: the attention of `length` tokens to themselves and to those
+    /// `before` them, and the states before and after it.
+    fn expect_room(&self, rows: usize, length: usize, before: usize) -> Result<(), TrainError> {
+        let scores = self.config.num_attention_heads.saturating_mul(length.saturating_add(before));
+        let states = self.config.hidden_size.saturating_add(self.config.intermediate_size);
+        // Scores and probabilities, and each state before and after an operation: two arrays of either.
+        let of_token = scores.saturating_add(states).saturating_mul(2 * size_of::<f32>());
+        let what = || format!("a layer of the policy, for {rows} sequences of {length} tokens,");
+        Ok(expect_host_room(what, of_token.saturating_mul(rows).saturating_mul(length))?)
     }
 
     fn weight(&self, name: &str) -> &Tensor {

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::TrainError;
 use super::qwen2::{KvCache, Qwen2};
+use assay_core::memory::expect_host_room;
 use assay_core::spec::{LogitsTransform, LossSpec, Support};
 
 /// The way in which tokens are drawn.
@@ -108,6 +109,10 @@ pub fn generate(
         let given: Vec<u32> = going.iter().flat_map(|&i| prompts[i].iter().copied()).collect();
         let mut next = Tensor::from_vec(given, (going.len(), length), &Device::Cpu)?;
         for _ in 0..room {
+            // The logits, and their copy that tokens are drawn from: however many completions are asked for go on at once.
+            let bytes = [going.len(), policy.config().vocab_size, 2 * size_of::<f32>()];
+            let what = || format!("the sampler, for the logits of {} completions of one length,", going.len());
+            expect_host_room(what, bytes.into_iter().fold(1, usize::saturating_mul))?;
             // The first pass reads the whole prompt, later ones one token, with the keys and values of all before it.
             let hidden = policy.hidden(&next, Some(&mut cache))?;
             let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?.contiguous()?;

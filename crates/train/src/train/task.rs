@@ -31,6 +31,9 @@ pub struct Exercise {
     pub answer: i64,
 }
 
+/// The largest number that an exercise may have, so that no sum of two overflows.
+const LARGEST: i64 = 1_000_000_000_000_000_000;
+
 /// An exercise as the ids of its tokens.
 pub(super) struct Prompted {
     pub(super) prompt: Vec<u32>,
@@ -108,6 +111,15 @@ impl ArithmeticTask {
         const COUNTED: i64 = 300;
         if self.verbs.is_empty() {
             return Err(TrainError::setting("task.arithmetic.verbs", "none", "gets, loses or wants"));
+        }
+        // Exercises are counted by verb, so that one that is listed twice would promise exercises that there are not.
+        if let Some(twice) = self.verbs.iter().enumerate().find(|(i, verb)| self.verbs[..*i].contains(verb)) {
+            let given = format!("{} twice", twice.1.word());
+            return Err(TrainError::setting("task.arithmetic.verbs", given, "each verb once"));
+        }
+        if self.largest > LARGEST {
+            let expected = format!("at most {LARGEST}");
+            return Err(TrainError::setting("task.arithmetic.largest", self.largest, &expected));
         }
         let pairs = || (1..=self.largest.min(COUNTED)).flat_map(|a| (1..=a).map(move |b| (a, b)));
         let mut rng = ChaCha8Rng::seed_from_u64(seed);

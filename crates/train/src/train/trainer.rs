@@ -27,6 +27,7 @@ use super::warm::{drawn, warm};
 use super::{LossArm, LossStep, Observer, TrainBatch, TrainError};
 use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::SeparableBatch;
+use assay_core::memory::{Shortage, expect_host_room};
 use assay_core::problem::ProblemError;
 use assay_core::problem::{HeadShape, Metrics};
 use assay_fixture::hexadecimal;
@@ -81,7 +82,10 @@ impl Trainer {
     pub fn start(disk: Disk, config: TrainConfig, arm: LossArm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
         let (model, weights, own) = match &config.model {
-            ModelSource::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
+            ModelSource::Init(model) => {
+                expect_trainable(model, &config)?;
+                (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes)
+            }
             ModelSource::Path(path) => read_checkpoint(path)?,
         };
         let tokenizer = match &config.tokenizer {
@@ -475,6 +479,19 @@ fn digest(completions: &[SampledCompletion]) -> String {
         }
     }
     hexadecimal(hash)
+}
+
+/// Checks that there is memory to train a policy of the extents in `model.init`.
+fn expect_trainable(model: &Qwen2Config, config: &TrainConfig) -> Result<(), TrainError> {
+    // The weights, their gradients and two moments of each, and with a KL term the weights of the reference policy.
+    let arrays = 4 + usize::from(config.loss.kl.is_some());
+    let needed = model.weight_bytes().saturating_mul(arrays);
+    expect_host_room(String::new, needed).map_err(|Shortage { needed, available, .. }| {
+        let expected = format!(
+            "a model that can be trained here: its weights, gradients and moments need {needed} bytes, {available} are available"
+        );
+        TrainError::setting("model.init", model.extents(), &expected)
+    })
 }
 
 /// Whether a group has nothing to tell its completions apart by.

@@ -158,7 +158,7 @@ pub fn runs(
         settings.kernel.enabled = ![Contestant::Side(AbSide::Baseline), Contestant::Redrawn].contains(&contestant);
         // Another number of the draw has other random numbers in its rollouts, with the same weights and exercises.
         if contestant == Contestant::Redrawn {
-            settings.rollout.draw += 1;
+            settings.rollout.draw = settings.rollout.draw.wrapping_add(1);
         }
         if let Some(warm_start) = &mut settings.warm_start {
             // The first run of a seed makes the warm start, and all others of it begin from the same weights.
@@ -185,14 +185,18 @@ pub fn runs(
         let TrainedRun { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
         Ok(AbRun { summary, judged: judge.judged, records: trainer.records().to_vec() })
     };
-    (0..plan.seeds).map(|i| run(config.seed + i)).collect()
+    // After the largest seed comes 0.
+    (0..plan.seeds).map(|i| run(config.seed.wrapping_add(i))).collect()
 }
 
 /// The runs of both arms by their seeds, the first of which is that of `config`, and the baseline's redrawn where there are any.
 pub fn pairs(config: &TrainConfig, baseline: &[AbRun], redrawn: &[AbRun], kernel: &[AbRun]) -> Vec<AbPair> {
     let runs = baseline.iter().zip(kernel).map(|(baseline, kernel)| [baseline.clone(), kernel.clone()]);
-    let pair = |(i, (seed, runs)): (usize, _)| AbPair { seed, runs, redrawn: redrawn.get(i).cloned() };
-    (config.seed..).zip(runs).enumerate().map(pair).collect()
+    let pair = |(i, runs): (usize, _)| {
+        let seed = config.seed.wrapping_add(i as u64);
+        AbPair { seed, runs, redrawn: redrawn.get(i).cloned() }
+    };
+    runs.enumerate().map(pair).collect()
 }
 
 /// Holds the whole batch's loss of every so many steps against the reference, in each of their epochs.
