@@ -42,6 +42,7 @@ pub mod panel;
 mod patterns;
 #[cfg(feature = "mutants")]
 mod power;
+mod repeat;
 mod repros;
 mod run;
 mod shrink;

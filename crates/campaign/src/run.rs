@@ -354,7 +354,7 @@ impl<P: Subject> Round<'_, P> {
             self.features.add(dealt);
             self.trials.push((dealt.clone(), false));
         }
-        let mut shown = FailedProblem { label, problem, fault: fault.take(), errors };
+        let mut shown = FailedProblem { label, problem, fault: fault.take(), errors, tried: None };
         let mut kinds = self.waived(kinds);
         match dealt {
             // A problem that was kept for garbage under its mask shows that fault again, and no other.
@@ -413,7 +413,8 @@ impl<P: Subject> Round<'_, P> {
             return None;
         }
         let kinds = self.waived(kinds);
-        Some((!kinds.is_empty()).then(|| (kinds, FailedProblem { label: dealt.label(), problem, fault, errors })))
+        let failed = || FailedProblem { label: dealt.label(), problem, fault, errors, tried: None };
+        Some((!kinds.is_empty()).then(|| (kinds, failed())))
     }
 
     /// Asks for `problem` a second time, and then for other content in the same memory. Returns the kinds of failure, and the other
@@ -450,7 +451,7 @@ impl<P: Subject> Round<'_, P> {
         if kinds.is_empty() {
             return Ok(Some((vec![FailureKind::Stale], None)));
         }
-        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault, errors }))))
+        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault, errors, tried: None }))))
     }
 
     /// Removes the failures at edges that the campaign allows.
@@ -463,14 +464,15 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// Notes a failure; `dealt` says that the last of the tried problems is the one.
-    fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>, dealt: bool) {
+    fn note(&mut self, kind: FailureKind, mut failing: FailedProblem<P>, dealt: bool) {
         self.failed += 1;
         let first = || FailureGroup::new(failing.label.clone());
         let group = self.buckets.entry((self.bench.way, kind.clone())).or_insert_with(first);
         group.cases += 1;
         if let Some((_, failed)) = self.trials.last_mut().filter(|_| dealt) {
             *failed = true;
-            group.tried.push(self.trials.len() - 1);
+            failing.tried = Some(self.trials.len() - 1);
+            group.tried.extend(failing.tried);
         }
         if let Some((_, error)) = failing.errors.iter().find(|(of, _)| *of == kind)
             && group.worst.as_ref().is_none_or(|(worst, _)| error.error_over_limit() > worst.error_over_limit())

@@ -45,6 +45,20 @@ fn computes_names_another_aggregation() {
     assert_eq!(found.causes.iter().filter(|cause| !cause.computes.is_empty()).count(), 1, "one cause by all its gates");
 }
 
+/// A forgotten temperature fails logp here, and dlogits alone where all logits are equal: both are numbers of one loss.
+#[test]
+fn computes_a_forgotten_temperature_by_one_cause() {
+    let mut spec = trl();
+    spec.temperature = 0.7.into();
+    let forgotten = LossSpec { temperature: 1.0.into(), ..spec.clone() };
+    let mut asked = campaign(spec, 48);
+    asked.deck.regimes = vec![Regime::Normal, Regime::Ties, Regime::Sampled];
+    let found = run(&asked, &mut Other(forgotten));
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let [cause] = &found.causes[..] else { panic!("{text}") };
+    assert!(cause.computes.iter().any(|names| names.contains(&"temperature: 1".to_string())), "{text}");
+}
+
 /// Every project's loss under every other's spec: what it computes is among those that are named, under its own name.
 #[test]
 fn computes_distinguishes_every_preset_under_every_spec() {
