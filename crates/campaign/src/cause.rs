@@ -475,8 +475,14 @@ fn computes<P: Subject>(
         if answers.is_empty() {
             break;
         }
-        let answers: Vec<(&P, &Candidate<P::Gradient>)> =
-            answers.iter().map(|(problem, candidate)| (&**problem, candidate)).collect();
+        // A ratio that overflows f32 under the wrong loss leaves 0·∞, which is no number of any.
+        let is_finite =
+            |candidate: &Candidate<P::Gradient>| candidate.loss.as_ref().is_none_or(|loss| loss.value().is_finite());
+        let all = answers.iter().map(|(problem, candidate)| (&**problem, candidate));
+        let mut answers: Vec<(&P, &Candidate<P::Gradient>)> = all.collect();
+        if answers.iter().any(|(_, candidate)| is_finite(candidate)) {
+            answers.retain(|(_, candidate)| is_finite(candidate));
+        }
         // A kernel that has the numbers of the loss that was asked for has those of every loss that is the same there.
         if !asked {
             let own = ComputedLoss { names: Vec::new(), spec: campaign.spec.clone() };

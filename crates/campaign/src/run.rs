@@ -352,7 +352,7 @@ impl<P: Subject> Round<'_, P> {
         drop(known);
         if let Some((dealt, _)) = dealt {
             self.features.add(dealt);
-            self.trials.push((dealt.clone(), false));
+            self.trials.push((as_drawn(dealt, &*problem), false));
         }
         let mut shown = FailedProblem { label, problem, fault: fault.take(), errors, tried: None };
         let mut kinds = self.waived(kinds);
@@ -555,6 +555,20 @@ impl Deck {
         }
         Ok(None)
     }
+}
+
+/// Returns the recipe with the content that its problem has: advantages that were drawn may all be 0.
+fn as_drawn<P: Subject>(dealt: &DealtRecipe, problem: &P) -> DealtRecipe {
+    let tokens = problem.batch();
+    let are_zero = match &tokens.advantages {
+        Advantages::Sequence(advantages) => advantages.iter().all(|advantage| *advantage == 0.0),
+        Advantages::Token(all) | Advantages::Dlogp(all) => {
+            all.iter().zip(&tokens.mask).all(|(x, counts)| !counts || *x == 0.0)
+        }
+    };
+    let counts = tokens.mask.iter().any(|counts| *counts);
+    let content = if are_zero && counts { DeckContent::ZeroAdvantages } else { dealt.content };
+    DealtRecipe { content, ..dealt.clone() }
 }
 
 /// Gives all tokens the cotangents of the first.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use assay_campaign::{Campaign, DeckShapes, Fault, LocalKernel};
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::Regime;
 use assay_judge::tolerance::{Grade, Limits};
@@ -283,6 +283,20 @@ fn cause_of_a_count_kept_by_address_is_memory() {
     let of_memory = |cause: &FailureCause| ["stale-memory", "not-reproducible"].contains(&cause.gate.as_str());
     assert!(!found.causes.is_empty() && found.causes.iter().all(of_memory), "{text}");
     assert!(found.failed > 8, "{text}");
+}
+
+/// A kernel that divides by the largest advantage fails where all are 0, dealt so or drawn so.
+#[test]
+fn cause_of_advantages_that_are_all_0_names_them() {
+    let found = report(&campaign(trl(), 200), |problem, candidate| {
+        let Advantages::Sequence(advantages) = &problem.advantages else { panic!("dealt by sequence") };
+        if advantages.iter().all(|advantage| *advantage == 0.0) {
+            scale_dlogits(candidate, |_| f64::NAN);
+        }
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let told = |cause: &FailureCause| cause.in_common.as_deref().is_some_and(|it| it.starts_with("advantages 0,"));
+    assert!(!found.causes.is_empty() && found.causes.iter().any(told), "{text}");
 }
 
 #[test]

@@ -19,6 +19,9 @@ const OF_LOSS: f64 = 64.0;
 /// The difference of two bounds that are one, in nats.
 const SAME_BOUND: f64 = 1e-3;
 
+/// The bound of a log-ratio, in nats, from which on it is no clip of a loss, whose ratios are nearer to 1.
+const NO_CLIP: f64 = 3.0;
+
 impl OtherRows {
     /// Returns the token whose logits the kernel reads for the token `[b,t]`; `None` at the end of a sequence or of the batch.
     fn source(self, (b, t): (usize, usize), shape: Shape) -> Option<(usize, usize)> {
@@ -87,7 +90,7 @@ pub(super) fn diagnose_held_ratio<G>(
         let own = token.inputs.level_log_ratio(spec).value;
         let told = (given / exact).ln() + own;
         // A bound is nearer to 0 than what it holds, and on the same side.
-        if !told.is_finite() || told * own <= 0.0 || told.abs() >= own.abs() {
+        if !told.is_finite() || told * own <= 0.0 || !(NO_CLIP..own.abs()).contains(&told.abs()) {
             return None;
         }
         if bound.is_some_and(|bound| (bound - told.abs()).abs() > SAME_BOUND) {
