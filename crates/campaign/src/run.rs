@@ -469,7 +469,9 @@ impl<P: Subject> Round<'_, P> {
         let first = || FailureGroup::new(failing.label.clone());
         let group = self.buckets.entry((self.bench.way, kind.clone())).or_insert_with(first);
         group.cases += 1;
-        if let Some((_, failed)) = self.trials.last_mut().filter(|_| dealt) {
+        if let Some((recipe, failed)) = self.trials.last_mut().filter(|_| dealt) {
+            // What fails may be other content of the same recipe.
+            *recipe = as_drawn(recipe, &*failing.problem);
             *failed = true;
             failing.tried = Some(self.trials.len() - 1);
             group.tried.extend(failing.tried);
