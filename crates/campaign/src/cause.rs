@@ -338,7 +338,7 @@ fn draft<P: Subject>(
                 // A shrunk problem has too few values for a pattern, and one problem's may be chance: those that failed must agree.
                 let dtypes = bucket.tried.iter().map(|&place| found.trials[place].0.recipe.dtype).collect();
                 patterns = agreed(&patterns_of(bench, bucket.in_descending_size()), &dtypes);
-                cause.diagnoses = patterns.texts();
+                cause.diagnoses = patterns.texts(bench.way.is_none());
                 // The picture that tells most is the one of which the smallest part is beyond the limit; of equals, of the largest problem.
                 let kept = bucket.kept.iter().rev().map(|failing| &failing.problem);
                 let pictures = kept.filter_map(|problem| picture(campaign, bench, &kind, problem));

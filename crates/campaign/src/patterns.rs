@@ -51,14 +51,15 @@ pub(crate) struct AgreedPatterns {
 }
 
 impl AgreedPatterns {
-    /// Writes each pattern in words.
-    pub(crate) fn texts(&self) -> Vec<String> {
+    /// Writes each pattern in words, of a kernel that is called plainly or in a way of its own.
+    pub(crate) fn texts(&self, is_plain: bool) -> Vec<String> {
         let mut all: Vec<String> = self.patterns.iter().map(ToString::to_string).collect();
         if !self.factors.is_empty() {
             let examples = self.factors.iter().take(EXAMPLES);
             let listed: Vec<String> = examples.map(|(words, factor)| format!("{} in {words}", six(*factor))).collect();
             let text = "dlogits are right up to a factor that each batch has of its own";
-            all.push(format!("{text}: {}: a count of tokens, or a mean", listed.join(", ")));
+            let hint = if is_plain { "a count of tokens, or a mean" } else { "that of what it is called with" };
+            all.push(format!("{text}: {}: {hint}", listed.join(", ")));
         }
         all
     }
