@@ -196,6 +196,10 @@ pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> Agree
             Diagnosis::ConstantFactor { .. } => {
                 showing.len() > 1 || showing.iter().any(|problem| problem.with_gradient >= 2)
             }
+            // With two vocabulary entries a gradient is some factor times the exact one, whatever is wrong.
+            Diagnosis::FactorPerToken { .. } | Diagnosis::FactorPerSequence { .. } => {
+                showing.iter().any(|problem| problem.could_show(pattern))
+            }
             // A single wrong token loss tells some bound.
             Diagnosis::HeldRatio { .. } => showing.len() > 1,
             _ => true,
