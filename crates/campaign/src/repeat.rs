@@ -51,7 +51,9 @@ pub(crate) fn split_off_unrepeated<P: Subject>(
             // No problem that was kept fails again: those that were not kept are taken for what these are.
             let other = other.clone();
             group.worst = None;
-            moved.into_iter().for_each(|(_, failing)| group.keep(failing));
+            for (_, failing) in moved {
+                group.keep(failing);
+            }
             add(other, group);
         } else {
             for (other, failing) in moved {
