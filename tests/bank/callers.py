@@ -9,6 +9,8 @@ import torch
 from entries import wrong
 
 CALLERS = "callers"
+#: Gradients that are those of another cotangent are right up to factors.
+FACTOR = r"are right up to a factor (of its own|.*: that of what it is called with)"
 
 
 def chosen(x: Any, ids: Any) -> Any:
@@ -76,7 +78,7 @@ def dense_cotangent(x: Any, ids: Any) -> Any:
     return Logp.apply(x, ids)
 
 
-@wrong(CALLERS, r"called with a second backward pass", campaign="check_logp")
+@wrong(CALLERS, r"called with a second backward pass", also=FACTOR, campaign="check_logp")
 def scaled_in_place(x: Any, ids: Any) -> Any:
     """dlogits that the forward pass kept are scaled in place: a second backward pass scales them again."""
 
@@ -149,7 +151,7 @@ def written_over_grad(x: Any, ids: Any) -> Any:
     return Logp.apply(x, ids)
 
 
-@wrong(CALLERS, r"cotangent|dlogp", campaign="check_logp")
+@wrong(CALLERS, r"cotangent|dlogp", also="advantage-of-first-token", campaign="check_logp")
 def cotangent_of_the_first_token(x: Any, ids: Any) -> Any:
     """All tokens of a sequence have the cotangent of its first."""
 
@@ -190,7 +192,7 @@ class Fused(torch.autograd.Function):  # type: ignore[misc]
         return (ctx.d.float() * g).to(ctx.d.dtype), None
 
 
-@wrong(CALLERS, r"called with an upstream gradient", campaign="check_loss")
+@wrong(CALLERS, r"called with an upstream gradient", also=FACTOR, campaign="check_loss")
 def upstream_gradient_ignored(x: Any) -> Any:
     """The fused loss gives the gradient of the loss itself, whatever it is multiplied by afterwards."""
 
@@ -202,7 +204,7 @@ def upstream_gradient_ignored(x: Any) -> Any:
     return Loss.apply(x.logits, x)
 
 
-@wrong(CALLERS, r"called with a second backward pass", campaign="check_loss")
+@wrong(CALLERS, r"called with a second backward pass", also=FACTOR, campaign="check_loss")
 def fused_scaled_in_place(x: Any) -> Any:
     """The fused loss multiplies its dlogits in place."""
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from entries import wrong
-from plain import F32, Outputs, plain
+from plain import F32, Outputs, logits_of, plain
 
 BF16 = ml_dtypes.bfloat16
 
@@ -329,7 +329,7 @@ def maximum_of_at_least_zero(problem: Any) -> Outputs:
 MASKS = "masks"
 
 
-@wrong(MASKS, r"masked-garbage|garbage under the mask", masked_garbage=True)
+@wrong(MASKS, r"masked-garbage|garbage under the mask", also="mask-multiplied", masked_garbage=True)
 def masked_logits_multiplied(problem: Any) -> Outputs:
     """Masked tokens are multiplied by 0: NaN under the mask stays."""
     logits = problem.numpy().logits.astype(F32)
@@ -411,7 +411,7 @@ def strict_at_a_bound(problem: Any) -> Outputs:
 THIN = "thin"
 
 
-@wrong(THIN, r"far ratios|ratio-clamp")
+@wrong(THIN, r"far ratios|held to ±20")
 def log_ratio_clamped(problem: Any) -> Outputs:
     """Log-ratios are held to ±20."""
     return plain(problem, log_ratio=lambda r, c: np.clip(r, F32(-20), F32(20)))
@@ -429,7 +429,7 @@ def ids_in_15_bits(problem: Any) -> Outputs:
     return plain(problem, ids=lambda ids, c: ids % 32_768)
 
 
-@wrong(THIN, r"advantages 0")
+@wrong(THIN, r"advantages 0", also="when only other sequences change")
 def advantages_divided_by_their_spread(problem: Any) -> Outputs:
     """Advantages are divided by their largest once more, and multiplied again: 0/0 in a group of equal rewards."""
 
@@ -618,11 +618,10 @@ SOFTMAX = "softmax"
 @wrong(SOFTMAX, r"temperature-forgotten\b(?!-)", also=r"temperature: 1|the default of mllm-jax", temperature=0.7)
 def temperature_forgotten(problem: Any) -> Outputs:
     """Logits are not divided by the temperature."""
-    t = F32(problem.spec.to_dict()["temperature"])
-    return plain(problem, x=lambda x, c: x * t, dlogits=lambda d, c: d * t)
+    return plain(problem, x=lambda x, c: logits_of(c), dlogits=lambda d, c: d * F32(c.spec["temperature"]))
 
 
-@wrong(SOFTMAX, r"temperature-forgotten-in-gradient|dlogits are 0\.70\d+ times", temperature=0.7)
+@wrong(SOFTMAX, r"temperature-forgotten-in-gradient|dlogits are 0\.(70|699)\d* times", temperature=0.7)
 def temperature_not_in_gradient(problem: Any) -> Outputs:
     """dlogits lack 1/T."""
     return plain(problem, dlogits=lambda d, c: d * F32(problem.spec.to_dict()["temperature"]))
@@ -646,7 +645,7 @@ def id_off_by_one(problem: Any) -> Outputs:
     return plain(problem, ids=lambda ids, c: (ids + 1) % c.a.logits.shape[-1])
 
 
-@wrong(SOFTMAX, r"rows-transposed", also=r"when only other (tokens of its sequence|sequences) change|when only what masked tokens hold changes")
+@wrong(SOFTMAX, r"rows-transposed|read as \[T,B,V\]", also=r"when only other (tokens of its sequence|sequences) change|when only what masked tokens hold changes")
 def rows_transposed(problem: Any) -> Outputs:
     """Logits are read as `[T,B,V]`."""
     logits = problem.numpy().logits.astype(F32)

@@ -27,6 +27,7 @@ use crate::invariance::{ComparedCalls, start_of_dependence};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
 use crate::patterns::{AgreedPatterns, agreed, patterns_of};
+use crate::repeat::split_off_unrepeated;
 use crate::repros::keep;
 use crate::shrink::{ShrinkEffort, shrink};
 use crate::subject::{Subject, telling};
@@ -73,8 +74,9 @@ pub(crate) fn causes<P: Subject>(
     mut found: Failures<P>,
     bench: &mut Examiner<P>,
 ) -> Result<Vec<schema::FailureCause>, CampaignError> {
-    // Each kind of failure becomes a draft. Drafts that share the name of a mutant are one cause: the same mistake
-    // fails several gates.
+    // A failure that does not show again is of memory or state. Each other kind becomes a draft, and drafts that share the name of a mutant
+    // are one cause: the same mistake fails several gates.
+    split_off_unrepeated(&mut found.buckets, bench);
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
     for ((way, kind), bucket) in std::mem::take(&mut found.buckets) {
         bench.call_by(way);
@@ -94,14 +96,18 @@ pub(crate) fn causes<P: Subject>(
             (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
         }
     }
-    // Who computes another loss does so by every gate.
+    // Who computes another loss does so by every gate: of the losses that either may be, it is one that both are.
     let mut merged: Vec<CauseDraft<P>> = Vec::new();
     for draft in drafts {
-        let same = |other: &&mut CauseDraft<P>| {
-            !draft.cause.computes.is_empty() && other.cause.computes == draft.cause.computes
+        let in_both = |other: &CauseDraft<P>| -> Vec<Vec<String>> {
+            other.cause.computes.iter().filter(|names| draft.cause.computes.contains(names)).cloned().collect()
         };
-        match merged.iter_mut().find(same) {
-            Some(other) => merge(other, draft),
+        match merged.iter_mut().find(|other| !in_both(other).is_empty()) {
+            Some(other) => {
+                other.cause.computes = in_both(other);
+                other.cause.computes_one_of = other.cause.computes.len() > 1;
+                merge(other, draft);
+            }
             None => merged.push(draft),
         }
     }
@@ -338,7 +344,7 @@ fn draft<P: Subject>(
                 // A shrunk problem has too few values for a pattern, and one problem's may be chance: those that failed must agree.
                 let dtypes = bucket.tried.iter().map(|&place| found.trials[place].0.recipe.dtype).collect();
                 patterns = agreed(&patterns_of(bench, bucket.in_descending_size()), &dtypes);
-                cause.diagnoses = patterns.texts();
+                cause.diagnoses = patterns.texts(bench.way.is_none());
                 // The picture that tells most is the one of which the smallest part is beyond the limit; of equals, of the largest problem.
                 let kept = bucket.kept.iter().rev().map(|failing| &failing.problem);
                 let pictures = kept.filter_map(|problem| picture(campaign, bench, &kind, problem));
@@ -510,14 +516,28 @@ fn computes<P: Subject>(
         if answers.is_empty() {
             break;
         }
+        // A ratio that overflows f32 under the wrong loss leaves 0·∞, which is no number of any.
+        let is_finite =
+            |candidate: &Candidate<P::Gradient>| candidate.loss.as_ref().is_none_or(|loss| loss.value().is_finite());
+        let all = answers.iter().map(|(problem, candidate)| (&**problem, candidate));
+        let mut answers: Vec<(&P, &Candidate<P::Gradient>)> = all.collect();
+        if answers.iter().any(|(_, candidate)| is_finite(candidate)) {
+            answers.retain(|(_, candidate)| is_finite(candidate));
+        }
+        // A kernel that has the numbers of the loss that was asked for has those of every loss that is the same there.
+        if !asked {
+            let own = ComputedLoss { names: Vec::new(), spec: campaign.spec.clone() };
+            if !computed(vec![own], &answers, &bench.limits).is_empty() {
+                left.clear();
+            }
+        }
         asked = true;
-        let answers: Vec<(&P, &Candidate<P::Gradient>)> =
-            answers.iter().map(|(problem, candidate)| (&**problem, candidate)).collect();
         left = computed(left, &answers, &bench.limits);
-        if left.len() < 2 {
+        // One loss that has the numbers of a problem with ratios on both sides of a clip too is the one.
+        if left.is_empty() || (left.len() == 1 && numbers.start > 0) {
             break;
         }
-        // Several losses remain: draw another problem on which losses differ, such as ratios on both sides of a clip.
+        // Draw another problem on which losses differ.
         let Some(index) = numbers.next() else { break };
         problems.extend(first_drawn(campaign, telling(index)).map(Arc::new));
     }

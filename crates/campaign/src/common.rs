@@ -10,8 +10,8 @@ use crate::deck::{DealtHead, DealtRecipe, DeckContent};
 /// Problems that must have failed, and passed, before they are compared.
 const FEW: usize = 3;
 
-/// Failing problems from which on a property may be one of as many passing ones.
-const MANY: usize = 10;
+/// The share of campaigns in which some property that explains nothing may be told.
+const BY_CHANCE: f64 = 0.01;
 
 /// A property of a problem, in words.
 type Property = (String, Box<dyn Fn(&DealtRecipe) -> bool>);
@@ -33,16 +33,18 @@ impl CommonProperty {
         if failing.len() < FEW || passing.len() < FEW {
             return None;
         }
-        let shared = properties().into_iter().filter(|(_, holds)| failing.iter().all(|dealt| holds(dealt)));
+        let all = properties();
+        let tried = all.len() as f64;
+        let shared = all.into_iter().filter(|(_, holds)| failing.iter().all(|dealt| holds(dealt)));
         let counted = shared.map(|(words, holds)| {
             let passing = passing.iter().filter(|dealt| holds(dealt)).count();
             Self { words, passing, holds: holds.into() }
         });
-        // A property that all passing problems have too explains nothing. Of many failing problems each has by chance what few of the
-        // others have in less than one campaign of a million.
+        // A property that all passing problems have too explains nothing. Many have a few of the passing ones; those that have more may
+        // be told if all failing problems have it by chance, for any of the properties that are tried, in few campaigns.
         let tells = |property: &Self| {
-            let is_rare = MANY <= failing.len() && property.passing <= failing.len();
-            let is_rare = is_rare && 4 * property.passing <= passing.len();
+            let by_chance = tried * chance(failing.len(), property.passing, passing.len());
+            let is_rare = 4 * property.passing <= passing.len() && by_chance < BY_CHANCE;
             (3 * property.passing <= failing.len() || is_rare) && property.passing < passing.len()
         };
         counted.min_by_key(|property| property.passing).filter(tells)
@@ -55,6 +57,12 @@ impl CommonProperty {
     ) -> bool {
         problems.all(|dealt| (self.holds)(&dealt))
     }
+}
+
+/// Returns the probability that `failing` problems have a property that `with` others of `passing` have, if they are any of all.
+fn chance(failing: usize, with: usize, passing: usize) -> f64 {
+    // The first is one of those with it, the second one of those that are left, and so on.
+    (0..failing).map(|taken| (failing + with - taken) as f64 / (failing + passing - taken) as f64).product()
 }
 
 /// The properties that are tried, of several that fit alike the first. Of bounds between two sizes that a deck deals, that is the largest:
@@ -181,5 +189,15 @@ mod tests {
         // Of few failing problems two in five are no evidence.
         let few = |dealt: &DealtRecipe| fails(dealt) && dealt.recipe.seed % 17 < 4;
         assert_ne!(found(&Deck::default(), few).as_deref(), Some("T > 8 and T mod 8 ≠ 0"));
+        // Few problems are one in twelve of a deck: that six of them fail, and no others, is no chance.
+        let at_bounds = |dealt: &DealtRecipe| dealt.content == DeckContent::RatiosAtBounds && dealt.recipe.seed % 5 < 2;
+        assert_eq!(found(&Deck::default(), at_bounds).as_deref(), Some("ratios at the bounds"));
+    }
+
+    #[test]
+    fn common_property_by_chance_is_a_share_of_all_choices() {
+        // Of six problems three have it: one choice of three in twenty is that of these.
+        assert!((chance(3, 0, 3) - 1.0 / 20.0).abs() < 1e-12);
+        assert!((chance(2, 1, 2) - 3.0 / 6.0).abs() < 1e-12);
     }
 }

@@ -119,6 +119,8 @@ pub(crate) struct FailedProblem<P> {
     pub(crate) fault: Option<Fault>,
     /// The comparison with the largest error / limit of each gate that failed; none for a gate with values that are not finite.
     pub(crate) errors: Vec<(FailureKind, Comparison)>,
+    /// The place of the problem among all that were tried; `None` if an earlier campaign kept it.
+    pub(crate) tried: Option<usize>,
 }
 
 /// The failures of one kind.
@@ -151,6 +153,29 @@ impl<P: Subject> FailureGroup<P> {
         self.larger.retain(|failing| elements(&*failing.problem) <= LARGE);
         self.larger.sort_by_key(|failing| std::cmp::Reverse(elements(&*failing.problem)));
         self.larger.truncate(LARGER);
+    }
+
+    /// Adds the failures of another group.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.cases += other.cases;
+        self.tried.extend(other.tried);
+        let size = |(worst, _): &(Comparison, String)| worst.error_over_limit();
+        if other.worst.as_ref().map(size) > self.worst.as_ref().map(size) {
+            self.worst = other.worst;
+        }
+        other.kept.into_iter().chain(other.larger).for_each(|failing| self.keep(failing));
+    }
+
+    /// Takes one failure away, whose problem is no longer among those kept, and returns it as a group.
+    pub(crate) fn split_off(&mut self, failing: FailedProblem<P>) -> Self {
+        self.cases -= 1;
+        self.tried.retain(|place| Some(*place) != failing.tried);
+        self.worst.take_if(|(_, label)| *label == failing.label);
+        let mut alone = Self::new(failing.label.clone());
+        alone.cases = 1;
+        alone.tried.extend(failing.tried);
+        alone.keep(failing);
+        alone
     }
 
     /// Returns the problems in which patterns are looked for, the largest first.

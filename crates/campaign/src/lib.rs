@@ -45,6 +45,7 @@ pub mod panel;
 mod patterns;
 #[cfg(feature = "mutants")]
 mod power;
+mod repeat;
 mod repros;
 mod run;
 mod shrink;

@@ -40,18 +40,23 @@ pub fn computed<P: Judgeable>(
     answers: &[(&P, &Candidate<P::Gradient>)],
     limits: &Limits,
 ) -> Vec<ComputedLoss> {
+    // Whether a candidate's numbers are those of `spec`, and if so, whether a gradient was among those that were compared.
     let comes_to = |spec: &LossSpec, problem: &P, candidate: &Candidate<P::Gradient>| {
         // A loss that this problem cannot have, for lack of an input, is not what the kernel computes.
-        let Ok(reference) = problem.evaluate(spec) else { return false };
+        let reference = problem.evaluate(spec).ok()?;
         // Most losses differ in the loss itself, which is compared in a small part of the time that a gradient takes.
         if is_far(problem, &reference, candidate, limits) {
-            return false;
+            return None;
         }
-        let Ok(verdicts) = problem.judge(&reference, &candidate.lend(), limits) else { return false };
-        // Agreement without a compared gradient proves nothing: a zero gradient fits many losses.
-        verdicts.iter().all(Verdict::passed) && verdicts.iter().any(Verdict::compared_a_gradient)
+        let verdicts = problem.judge(&reference, &candidate.lend(), limits).ok()?;
+        verdicts.iter().all(Verdict::passed).then(|| verdicts.iter().any(Verdict::compared_a_gradient))
     };
-    let all = |of: &ComputedLoss| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
+    let all = |of: &ComputedLoss| {
+        let compared: Option<Vec<bool>> =
+            answers.iter().map(|(problem, candidate)| comes_to(&of.spec, problem, candidate)).collect();
+        // Agreement without any compared gradient proves nothing: a zero gradient fits many losses.
+        compared.is_some_and(|compared| compared.contains(&true))
+    };
     specs.into_iter().filter(all).collect()
 }
 

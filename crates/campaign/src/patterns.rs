@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use assay_core::problem::{Dtype, Shape};
-use assay_judge::diagnosis::Diagnosis;
+use assay_judge::diagnosis::{Diagnosis, OtherRows};
 use assay_judge::gate::{Edge, Output};
 use assay_judge::judge::Verdict;
 use assay_judge::trial::JudgedProblem;
@@ -35,6 +35,8 @@ pub(crate) struct ProblemPatterns {
     with_gradient: usize,
     /// Whether log-probabilities or entropies are beyond their limits.
     softmax_failed: bool,
+    /// Whether token losses are, and log-probabilities are not.
+    loss_failed: bool,
     /// Whether the gradient is, by finite numbers.
     gradient_failed: bool,
     patterns: Vec<Diagnosis>,
@@ -49,14 +51,15 @@ pub(crate) struct AgreedPatterns {
 }
 
 impl AgreedPatterns {
-    /// Writes each pattern in words.
-    pub(crate) fn texts(&self) -> Vec<String> {
+    /// Writes each pattern in words, of a kernel that is called plainly or in a way of its own.
+    pub(crate) fn texts(&self, is_plain: bool) -> Vec<String> {
         let mut all: Vec<String> = self.patterns.iter().map(ToString::to_string).collect();
         if !self.factors.is_empty() {
             let examples = self.factors.iter().take(EXAMPLES);
             let listed: Vec<String> = examples.map(|(words, factor)| format!("{} in {words}", six(*factor))).collect();
             let text = "dlogits are right up to a factor that each batch has of its own";
-            all.push(format!("{text}: {}: a count of tokens, or a mean", listed.join(", ")));
+            let hint = if is_plain { "a count of tokens, or a mean" } else { "that of what it is called with" };
+            all.push(format!("{text}: {}: {hint}", listed.join(", ")));
         }
         all
     }
@@ -87,6 +90,8 @@ pub(crate) fn patterns_of<'p, P: Subject + 'p>(
         let of = |verdict: &Verdict, outputs: &[Output]| {
             outputs.contains(&verdict.gate.output) && verdict.gate.edge != Some(Edge::Masked)
         };
+        let has_failed =
+            |outputs: &[Output]| verdicts.iter().any(|verdict| of(verdict, outputs) && verdict.status == Status::Fail);
         let softmax = [Output::Logp, Output::Entropy];
         let gradient = [Output::Dlogits, Output::Dhidden];
         let reference = P::on_logits(&known.reference);
@@ -99,8 +104,9 @@ pub(crate) fn patterns_of<'p, P: Subject + 'p>(
             dtype: problem.dtype(),
             counting: reference.count(),
             with_gradient: places.filter(has_gradient).count(),
-            softmax_failed: verdicts.iter().any(|verdict| of(verdict, &softmax) && verdict.status == Status::Fail),
-            gradient_failed: verdicts.iter().any(|verdict| of(verdict, &gradient) && verdict.status == Status::Fail),
+            loss_failed: has_failed(&[Output::TokenLoss]) && !has_failed(&softmax),
+            softmax_failed: has_failed(&softmax),
+            gradient_failed: has_failed(&gradient),
             patterns: problem.diagnose(&known.reference, &candidate.lend(), &verdicts),
         });
     }
@@ -119,6 +125,17 @@ impl ProblemPatterns {
             Diagnosis::NaiveSum(_) => self.softmax_failed && vocab >= 1 << 10,
             Diagnosis::EntropyDifference { .. } | Diagnosis::NarrowSum(_) => self.softmax_failed,
             Diagnosis::SumOfColumns { .. } => self.softmax_failed && self.counting >= 2 && vocab >= 4,
+            Diagnosis::OtherRows(rows) => {
+                let Shape { batch, tokens, .. } = self.shape;
+                let has_others = match rows {
+                    OtherRows::Transposed => batch > 1 && tokens > 1,
+                    OtherRows::NextToken | OtherRows::TokenBefore => tokens > 1,
+                    OtherRows::NextSequence | OtherRows::SequenceBefore => batch > 1,
+                };
+                // A batch of few tokens may have none whose other token counts too.
+                self.softmax_failed && has_others && self.counting >= 4
+            }
+            Diagnosis::HeldRatio { .. } => self.loss_failed,
             Diagnosis::OnlyTheTarget => self.gradient_failed && vocab >= 4,
             // A vocabulary that the place fills has no right entry beside it.
             Diagnosis::Columns { first, last, vocab: of, .. } => {
@@ -184,6 +201,12 @@ pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> Agree
             Diagnosis::ConstantFactor { .. } => {
                 showing.len() > 1 || showing.iter().any(|problem| problem.with_gradient >= 2)
             }
+            // With two vocabulary entries a gradient is some factor times the exact one, whatever is wrong.
+            Diagnosis::FactorPerToken { .. } | Diagnosis::FactorPerSequence { .. } => {
+                showing.iter().any(|problem| problem.could_show(pattern))
+            }
+            // A single wrong token loss tells some bound.
+            Diagnosis::HeldRatio { .. } => showing.len() > 1,
             _ => true,
         };
         if is_agreed && showing.len() >= 2 * against {

@@ -361,9 +361,9 @@ impl<P: Subject> Round<'_, P> {
         drop(known);
         if let Some((dealt, _)) = dealt {
             self.features.add(dealt);
-            self.trials.push((dealt.clone(), false));
+            self.trials.push((as_drawn(dealt, &*problem), false));
         }
-        let mut shown = FailedProblem { label, problem, fault: fault.take(), errors };
+        let mut shown = FailedProblem { label, problem, fault: fault.take(), errors, tried: None };
         let mut kinds = self.waived(kinds);
         match dealt {
             // A problem that was kept for garbage under its mask shows that fault again, and no other.
@@ -478,7 +478,8 @@ impl<P: Subject> Round<'_, P> {
             return None;
         }
         let kinds = self.waived(kinds);
-        Some((!kinds.is_empty()).then(|| (kinds, FailedProblem { label: dealt.label(), problem, fault, errors })))
+        let failed = || FailedProblem { label: dealt.label(), problem, fault, errors, tried: None };
+        Some((!kinds.is_empty()).then(|| (kinds, failed())))
     }
 
     /// Asks for `problem` a second time, and then for other content in the same memory. Returns the kinds of failure, and the other
@@ -515,7 +516,7 @@ impl<P: Subject> Round<'_, P> {
         if kinds.is_empty() {
             return Ok(Some((vec![FailureKind::Stale], None)));
         }
-        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault, errors }))))
+        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault, errors, tried: None }))))
     }
 
     /// Removes the failures at edges that the campaign allows.
@@ -528,14 +529,17 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// Notes a failure; `dealt` says that the last of the tried problems is the one.
-    fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>, dealt: bool) {
+    fn note(&mut self, kind: FailureKind, mut failing: FailedProblem<P>, dealt: bool) {
         self.failed += 1;
         let first = || FailureGroup::new(failing.label.clone());
         let group = self.buckets.entry((self.bench.way, kind.clone())).or_insert_with(first);
         group.cases += 1;
-        if let Some((_, failed)) = self.trials.last_mut().filter(|_| dealt) {
+        if let Some((recipe, failed)) = self.trials.last_mut().filter(|_| dealt) {
+            // What fails may be other content of the same recipe.
+            *recipe = as_drawn(recipe, &*failing.problem);
             *failed = true;
-            group.tried.push(self.trials.len() - 1);
+            failing.tried = Some(self.trials.len() - 1);
+            group.tried.extend(failing.tried);
         }
         if let Some((_, error)) = failing.errors.iter().find(|(of, _)| *of == kind)
             && group.worst.as_ref().is_none_or(|(worst, _)| error.error_over_limit() > worst.error_over_limit())
@@ -639,6 +643,20 @@ fn note_comparison<P>(finding: &mut RelationFinding, compared: ComparedCalls<P>)
         let most = finding.difference_over_limit.unwrap_or(0.0);
         finding.difference_over_limit = Some(most.max(largest.over_limit));
     }
+}
+
+/// Returns the recipe with the content that its problem has: advantages that were drawn may all be 0.
+fn as_drawn<P: Subject>(dealt: &DealtRecipe, problem: &P) -> DealtRecipe {
+    let tokens = problem.batch();
+    let are_zero = match &tokens.advantages {
+        Advantages::Sequence(advantages) => advantages.iter().all(|advantage| *advantage == 0.0),
+        Advantages::Token(all) | Advantages::Dlogp(all) => {
+            all.iter().zip(&tokens.mask).all(|(x, counts)| !counts || *x == 0.0)
+        }
+    };
+    let counts = tokens.mask.iter().any(|counts| *counts);
+    let content = if are_zero && counts { DeckContent::ZeroAdvantages } else { dealt.content };
+    DealtRecipe { content, ..dealt.clone() }
 }
 
 /// Gives all tokens the cotangents of the first.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use assay_campaign::{Campaign, DeckShapes, Fault, LocalKernel};
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::Regime;
 use assay_judge::tolerance::{Grade, Limits};
@@ -263,6 +263,59 @@ fn cause_shows_a_problem_that_fails() {
         }
     }
     assert!(shown > 2, "{shown}");
+}
+
+/// A kernel that keeps a count by address fails problems that it passes in other memory: no gate and no other loss explains that.
+#[test]
+fn cause_of_a_count_kept_by_address_is_memory() {
+    let mut kept = std::collections::HashMap::new();
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(spec, problem);
+        let count = problem.mask.iter().filter(|counts| **counts).count().max(1) as f64;
+        let of_address = *kept.entry((Arc::as_ptr(problem), problem.mask.dim())).or_insert(count);
+        scale_dlogits(&mut candidate, |_| count / of_address);
+        Ok(candidate)
+    };
+    let mut campaign = campaign(trl(), 48);
+    campaign.deck.shapes = DeckShapes::Given(vec![[2, 3, 33], [3, 4, 17]]);
+    let found = run(&campaign, &mut Does(kernel));
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let of_memory = |cause: &FailureCause| ["stale-memory", "not-reproducible"].contains(&cause.gate.as_str());
+    assert!(!found.causes.is_empty() && found.causes.iter().all(of_memory), "{text}");
+    assert!(found.failed > 8, "{text}");
+}
+
+/// A kernel that divides by the largest advantage fails where all are 0, dealt so or drawn so.
+#[test]
+fn cause_of_advantages_that_are_all_0_names_them() {
+    let found = report(&campaign(trl(), 200), |problem, candidate| {
+        let Advantages::Sequence(advantages) = &problem.advantages else { panic!("dealt by sequence") };
+        if advantages.iter().all(|advantage| *advantage == 0.0) {
+            scale_dlogits(candidate, |_| f64::NAN);
+        }
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let told = |cause: &FailureCause| cause.in_common.as_deref().is_some_and(|it| it.starts_with("advantages 0,"));
+    assert!(!found.causes.is_empty() && found.causes.iter().any(told), "{text}");
+}
+
+#[test]
+fn cause_of_one_wrong_call_is_that_it_is_not_reproducible() {
+    for wrong in [7, 15, 31] {
+        let mut calls = 0;
+        let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+            let mut candidate = right(spec, problem);
+            calls += 1;
+            if calls == wrong {
+                scale_dlogits(&mut candidate, |_| 2.0);
+            }
+            Ok(candidate)
+        };
+        let found = run(&campaign(trl(), 40), &mut Does(kernel));
+        let gates: Vec<&str> = found.causes.iter().map(|cause| cause.gate.as_str()).collect();
+        let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+        assert_eq!(gates, ["not-reproducible"], "call {wrong}: {text}");
+    }
 }
 
 /// What a kernel leaves in logp under the mask hides no name.

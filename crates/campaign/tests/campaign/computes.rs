@@ -1,15 +1,17 @@
 //! What a kernel computes, where it is not what is asked for.
 
-use assay_campaign::{ComputedLoss, computed, neighbours};
+use std::sync::Arc;
+
+use assay_campaign::{ComputedLoss, DeckShapes, Fault, computed, neighbours};
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, Problem};
+use assay_core::problem::{Candidate, Dtype, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
 use assay_native::Native;
 
-use super::finds::{campaign, run, trl};
+use super::finds::{Does, campaign, right, run, trl};
 
 /// Computes `spec`, whatever is asked.
 struct Other(LossSpec);
@@ -43,6 +45,29 @@ fn computes_names_another_aggregation() {
     assert!(computes.iter().all(|names| names.contains(&"loss_type=grpo".to_string())), "{computes:#?}");
     assert!(found.causes.iter().all(|cause| cause.computes.is_empty() || !cause.computes_one_of));
     assert_eq!(found.causes.iter().filter(|cause| !cause.computes.is_empty()).count(), 1, "one cause by all its gates");
+}
+
+/// A forgotten temperature fails logp here, and dlogits alone where all logits are equal: both are numbers of one loss. Where its ratios
+/// overflow, what is left is no number of any loss.
+#[test]
+fn computes_a_forgotten_temperature_by_one_cause() {
+    let mut spec = trl();
+    spec.temperature = 0.7.into();
+    let forgotten = LossSpec { temperature: 1.0.into(), ..spec.clone() };
+    let mut asked = campaign(spec, 48);
+    asked.deck.regimes = vec![Regime::Normal, Regime::Ties, Regime::FarColumn];
+    asked.deck.shapes = DeckShapes::Given(vec![[2, 3, 33], [3, 4, 17]]);
+    let kernel = |_: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(&forgotten, problem);
+        if problem.logits.to_f64().iter().any(|x| *x > 80.0) {
+            candidate.loss = Some(ndarray::arr0(f32::NAN).into());
+        }
+        Ok(candidate)
+    };
+    let found = run(&asked, &mut Does(kernel));
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let [cause] = &found.causes[..] else { panic!("{text}") };
+    assert!(cause.computes.iter().any(|names| names.contains(&"temperature: 1".to_string())), "{text}");
 }
 
 /// Every project's loss under every other's spec: what it computes is among those that are named, under its own name.

@@ -31,6 +31,7 @@
 
 mod factors;
 mod places;
+mod rows;
 mod tokens;
 
 use std::fmt;
@@ -59,6 +60,27 @@ pub struct TokenFactor {
     pub token: (usize, usize),
     /// The factor, 0 where there are fewer examples.
     pub factor: f64,
+}
+
+/// The tokens whose logits are read in place of a token's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OtherRows {
+    /// Logits `[B,T,V]` are read as `[T,B,V]`.
+    Transposed,
+    /// Those of the token after it.
+    NextToken,
+    /// Those of the token before it.
+    TokenBefore,
+    /// Those of the same place in the sequence after it.
+    NextSequence,
+    /// Those of the same place in the sequence before it.
+    SequenceBefore,
+}
+
+impl OtherRows {
+    /// All of them, in the order of their declaration.
+    pub const ALL: [Self; 5] =
+        [Self::Transposed, Self::NextToken, Self::TokenBefore, Self::NextSequence, Self::SequenceBefore];
 }
 
 /// The likely cause of a failure.
@@ -135,6 +157,13 @@ pub enum Diagnosis {
         vocab: usize,
         /// Whether they are added twice, or not at all.
         twice: bool,
+    },
+    /// The log-probabilities are those of the tokens' ids by the logits of other tokens.
+    OtherRows(OtherRows),
+    /// The losses of all wrong tokens are those of log-ratios that are held within some nats of 0.
+    HeldRatio {
+        /// The bound of the log-ratio's magnitude, in nats.
+        log_ratio: f64,
     },
     /// The errors of entropy alone are no larger than those of `lse − Σ p·x` with p rounded as `exp(x − lse)`.
     EntropyDifference {
@@ -225,6 +254,20 @@ impl fmt::Display for Diagnosis {
                 let end = if last + 1 == *vocab { "the last tile, or a shard" } else { "the first tile, or a shard" };
                 write!(f, " of {vocab}{}: {end}", if *twice { " twice" } else { "" })
             }
+            Diagnosis::OtherRows(rows) => {
+                let of_other = match rows {
+                    OtherRows::Transposed => "logits that are read as [T,B,V], not [B,T,V]",
+                    OtherRows::NextToken => "the logits of the token after it",
+                    OtherRows::TokenBefore => "the logits of the token before it",
+                    OtherRows::NextSequence => "the logits of the next sequence",
+                    OtherRows::SequenceBefore => "the logits of the sequence before it",
+                };
+                write!(f, "logp of each token is that of its id by {of_other}")
+            }
+            Diagnosis::HeldRatio { log_ratio } => {
+                write!(f, "the loss of every wrong token is that of a log-ratio held to ±{}: ", six(*log_ratio))?;
+                write!(f, "a clamp that this loss has not")
+            }
             Diagnosis::EntropyDifference { lse, entropy } => {
                 write!(
                     f,
@@ -251,6 +294,7 @@ impl Diagnosis {
                 Self::SumOfColumns { last, vocab, twice, .. },
                 Self::SumOfColumns { last: other_last, vocab: other_vocab, twice: other_twice, .. },
             ) => twice == other_twice && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
+            (Self::HeldRatio { log_ratio: a }, Self::HeldRatio { log_ratio: b }) => (a - b).abs() < 1e-2,
             (Self::Tokens { .. }, Self::Tokens { .. })
             | (Self::NaiveSum(_), Self::NaiveSum(_))
             | (Self::EntropyDifference { .. }, Self::EntropyDifference { .. })

@@ -1,5 +1,6 @@
 //! Diagnoses of the softmax, from the errors of log-probabilities and entropies.
 
+use super::rows::{diagnose_held_ratio, diagnose_rows};
 use super::{Diagnosis, failed, is_narrow};
 use crate::U;
 use crate::gate::Output;
@@ -12,7 +13,7 @@ use ndarray::Ix2;
 /// The roundings of a probability besides that of `lse`, and of the sum that it goes into.
 const ROUNDINGS: f64 = 20.0;
 
-/// Diagnoses the softmax: from the errors of logp, or if that is right, of entropy.
+/// Diagnoses the softmax: from the errors of logp, or if that is right, of entropy; and if both are, the ratio from the token losses.
 pub(crate) fn diagnose_tokens<G>(
     reference: &Reference,
     candidate: &Candidate<G>,
@@ -20,7 +21,7 @@ pub(crate) fn diagnose_tokens<G>(
 ) -> Option<Diagnosis> {
     let of_logp = failed(verdicts, Output::Logp);
     if !of_logp && !failed(verdicts, Output::Entropy) {
-        return None;
+        return diagnose_held_ratio(reference, candidate, verdicts);
     }
     let values = if of_logp { &candidate.logp } else { &candidate.entropy }.as_ref()?;
     let (shape, dtype) = (reference.shape(), reference.problem().logits.dtype());
@@ -68,6 +69,9 @@ pub(crate) fn diagnose_tokens<G>(
     // Values that are all of the logits' dtype were made in it, whatever the size of their errors.
     if of_logp && matches!(dtype, Dtype::Bf16 | Dtype::F16) && is_narrow(reference, candidate.logp.as_ref(), dtype) {
         return Some(Diagnosis::NotUpcast(dtype));
+    }
+    if of_logp && let Some(rows) = diagnose_rows(reference, candidate.logp.as_ref()?) {
+        return Some(rows);
     }
     if of_logp && let Some(sums) = diagnose_sums(reference, candidate.logp.as_ref()?) {
         return Some(sums);

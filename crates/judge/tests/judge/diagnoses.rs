@@ -2,7 +2,7 @@
 
 use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
-use assay_judge::diagnosis::Diagnosis;
+use assay_judge::diagnosis::{Diagnosis, OtherRows};
 use assay_judge::gate::Output;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judgeable::Judgeable;
@@ -304,6 +304,72 @@ fn diagnosis_names_entries_that_a_sum_lacks_or_has_twice() {
     // Entries in the middle, and a share of all, are at neither end.
     assert_eq!(with_sums(&problem, |e| e[..64].iter().chain(&e[128..]).sum()), []);
     assert_eq!(with_sums(&problem, |e| 0.9 * e.iter().sum::<f64>()), []);
+}
+
+#[test]
+fn diagnosis_names_logits_of_other_tokens() {
+    let problem = problem([3, 4, 257], Dtype::F32, Regime::Normal);
+    let source = |rows, (b, t): (usize, usize)| match rows {
+        OtherRows::Transposed => Some(((t * 3 + b) / 4, (t * 3 + b) % 4)),
+        OtherRows::NextToken => (t < 3).then_some((b, t + 1)),
+        OtherRows::TokenBefore => (t > 0).then(|| (b, t - 1)),
+        OtherRows::NextSequence => (b < 2).then_some((b + 1, t)),
+        OtherRows::SequenceBefore => (b > 0).then(|| (b - 1, t)),
+    };
+    let of_rows = |source: &dyn Fn((usize, usize)) -> Option<(usize, usize)>| {
+        diagnosed(&problem, |candidate, reference| {
+            let mut logp = candidate.logp.take().unwrap().to_f64();
+            for (at, value) in logp.indexed_iter_mut() {
+                let Some((b, t)) = source(at) else { continue };
+                let other = reference.row(b, t, reference.token(b, t).unwrap());
+                *value = other.logp().probabilities[reference.token(at.0, at.1).unwrap().id].ln();
+            }
+            candidate.logp = Some(FloatArray::rounded_from(&logp, Dtype::F32));
+        })
+    };
+    for rows in OtherRows::ALL {
+        assert_eq!(of_rows(&|at| source(rows, at)), [Diagnosis::OtherRows(rows)]);
+    }
+    // One token alone says nothing, nor do those of which some are right.
+    assert_eq!(of_rows(&|at| (at == (0, 1)).then_some((0, 2))), []);
+    assert_eq!(of_rows(&|(b, t)| (b == 0 && t < 3).then_some((b, t + 1))), []);
+}
+
+/// A ratio of `exp(±20)` for those beyond it.
+#[test]
+fn diagnosis_names_a_ratio_that_is_held() {
+    let recipe = Recipe {
+        shape: [3, 8, 33],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 3,
+        old_logp_noise_scale: 30.0,
+        masked_garbage: false,
+    };
+    let spec = LossSpec::default();
+    let problem = recipe.unmasked_problem(&spec).unwrap();
+    let with_loss = |change: &dyn Fn(f64) -> f64| {
+        diagnosed(&problem, |candidate, reference| {
+            let mut losses = candidate.token_loss.take().unwrap().to_f64();
+            for ((b, t), loss) in losses.indexed_iter_mut() {
+                let token = reference.token(b, t).unwrap();
+                let own = token.inputs.level_log_ratio(&spec).value;
+                // Where the clip holds the ratio the loss does not depend on it.
+                if (loss.abs() / (own.exp() * token.inputs.advantage.abs()) - 1.0).abs() < 1e-6 {
+                    *loss *= (change(own) - own).exp();
+                }
+            }
+            candidate.token_loss = Some(FloatArray::rounded_from(&losses, Dtype::F32));
+        })
+    };
+    let said = with_loss(&|own| own.clamp(-20.0, 20.0));
+    let [Diagnosis::HeldRatio { log_ratio }] = said[..] else { panic!("{said:?}") };
+    assert!((log_ratio - 20.0).abs() < 1e-3, "{log_ratio}");
+    assert_eq!(with_loss(&|own| own), []);
+    // A clip of ratios at 1.2 is one that losses have, and not always where this one has it.
+    assert_eq!(with_loss(&|own| own.clamp(-0.2, 0.2)), []);
+    // Ratios that are half as large in logarithms are not held.
+    assert_eq!(with_loss(&|own| own / 2.0), []);
 }
 
 /// `−Σ p ln p` of equal terms, one after the other in f32, as XLA adds on CPUs.
