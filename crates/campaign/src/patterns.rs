@@ -137,7 +137,7 @@ impl ProblemPatterns {
             }
             Diagnosis::HeldRatio { .. } => self.loss_failed,
             Diagnosis::OnlyTheTarget => self.gradient_failed && vocab >= 4,
-            // A vocabulary that the place fills has no right entry beside it.
+            // A vocabulary that the place fills has no right entry.
             Diagnosis::Columns { first, last, vocab: of, .. } => {
                 let right_from = if last + 1 == *of { *first } else { last + 1 };
                 self.gradient_failed && vocab >= 4 && vocab > right_from

@@ -16,8 +16,8 @@ const SHOWN_AGAIN: usize = 2;
 /// them by chance, and wrong for another whose memory held other problems before.
 const COPIES: usize = 4;
 
-/// Moves failures of gates, or by garbage under the mask, that do not show again into kinds of their own: `stale-memory` where the same problem passes in other memory,
-/// and `not-reproducible` where it passes in its own.
+/// Moves failures of gates, or by garbage under the mask, that do not show again into kinds of their own: `stale-memory` where the same
+/// problem passes in other memory, and `not-reproducible` where it passes in its own.
 pub(crate) fn split_off_unrepeated<P: Subject>(
     buckets: &mut BTreeMap<(Option<usize>, FailureKind), FailureGroup<P>>,
     bench: &mut Examiner<P>,

@@ -67,13 +67,13 @@ pub struct TokenFactor {
 pub enum OtherRows {
     /// Logits `[B,T,V]` are read as `[T,B,V]`.
     Transposed,
-    /// Those of the token after it.
+    /// The logits of the token after it.
     NextToken,
-    /// Those of the token before it.
+    /// The logits of the token before it.
     TokenBefore,
-    /// Those of the same place in the sequence after it.
+    /// The logits of the same place in the sequence after it.
     NextSequence,
-    /// Those of the same place in the sequence before it.
+    /// The logits of the same place in the sequence before it.
     SequenceBefore,
 }
 
