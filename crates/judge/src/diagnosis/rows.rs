@@ -47,7 +47,7 @@ pub(super) fn diagnose_rows(reference: &Reference, logp: &FloatArray<Ix2>) -> Op
         let mut explained = 0;
         for at in ndarray::indices((reference.shape().batch, reference.shape().tokens)) {
             let Some(token) = reference.token(at.0, at.1).filter(|token| reference.finite(token)) else { continue };
-            // The logits of a masked token are nobody's, and those of one with infinite ones no numbers to compare.
+            // The logits of a masked token are not looked at, and those of one with infinite ones no numbers to compare.
             let Some(source) = rows.source(at, reference.shape()).filter(|source| *source != at) else { continue };
             let Some(other) = reference.token(source.0, source.1).filter(|other| reference.finite(other)) else {
                 continue;
