@@ -60,7 +60,7 @@ impl Campaign {
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
         });
         let deck = deck.deck(py)?;
-        let asked = invariant.map(|words| AskedInvariance::from_words(&words, &spec.loss, deck.head.is_some()));
+        let asked = invariant.map(|words| AskedInvariance::from_words(&words, &spec.loss, &deck));
         let asked = asked.transpose().map_err(|reason| error::other(py, format!("invariant: {reason}")))?;
         let engine = campaign::Campaign {
             invariance: asked.map(|asked| AskedInvariance { alone, ..asked }),

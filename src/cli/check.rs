@@ -108,7 +108,7 @@ impl CheckCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let name = self.implementation.as_ref().or(self.exec.as_ref()).map_or("", String::as_str);
         let (spec, deck) = (self.spec.read()?, self.deck.deck()?);
-        let asked = self.invariant.as_ref().map(|words| AskedInvariance::from_words(words, &spec, deck.head.is_some()));
+        let asked = self.invariant.as_ref().map(|words| AskedInvariance::from_words(words, &spec, &deck));
         let campaign = Campaign {
             invariance: asked.transpose().map_err(|why| CliError::usage(format!("--invariant: {why}")))?,
             project: self.spec.project(),

@@ -13,6 +13,7 @@ use assay_judge::trial::JudgedProblem;
 use assay_schema::invariance::{InvarianceGrade, InvarianceRelation, RelationFinding};
 use ndarray::Array2;
 
+use crate::deck::{Deck, DeckShapes};
 use crate::dependence::{AlteredContent, with_altered};
 use crate::examine::Examiner;
 use crate::kernel::{CallWay, Fault};
@@ -42,11 +43,11 @@ impl AskedInvariance {
     /// A kernel on logits computes each token by itself, so that its bits may depend on nothing else; what reorders a row's sum, or
     /// computes a row in another way, may move it within limits. A library's matrix product chooses its blocks by the number of rows:
     /// behind an LM head only a second call must have the same bits. Losses are not asked about packed sequences, which most do not
-    /// take.
-    pub fn usual(spec: &LossSpec, has_head: bool) -> Self {
+    /// take. A program that is compiled for each shape (`per_shape`) may add up a row in another order in each.
+    pub fn usual(spec: &LossSpec, has_head: bool, per_shape: bool) -> Self {
         let relations = InvarianceRelation::ALL.into_iter();
         let asked = relations.filter(|relation| *relation != InvarianceRelation::Packing || spec.is_from_cotangents());
-        let demand = |relation| InvarianceDemand { relation, grade: usual_grade(relation, has_head) };
+        let demand = |relation| InvarianceDemand { relation, grade: usual_grade(relation, has_head, per_shape) };
         Self { demands: asked.map(demand).collect(), alone: false }
     }
 
@@ -67,10 +68,10 @@ impl AskedInvariance {
     }
 
     /// Asks the named relations alone, each by its usual grade.
-    pub fn from_relations(relations: &[InvarianceRelation], has_head: bool) -> Self {
+    pub fn from_relations(relations: &[InvarianceRelation], has_head: bool, per_shape: bool) -> Self {
         let demand = |relation: &InvarianceRelation| InvarianceDemand {
             relation: *relation,
-            grade: usual_grade(*relation, has_head),
+            grade: usual_grade(*relation, has_head, per_shape),
         };
         Self { demands: relations.iter().map(demand).collect(), alone: false }
     }
@@ -79,9 +80,10 @@ impl AskedInvariance {
     ///
     /// # Errors
     /// The word that is neither, and what is expected.
-    pub fn from_words(words: &[String], spec: &LossSpec, has_head: bool) -> Result<Self, ForeignLines> {
+    pub fn from_words(words: &[String], spec: &LossSpec, deck: &Deck) -> Result<Self, ForeignLines> {
+        let (has_head, per_shape) = (deck.head.is_some(), deck.shapes == DeckShapes::Few);
         if let [word] = words {
-            let usual = || Self::usual(spec, has_head);
+            let usual = || Self::usual(spec, has_head, per_shape);
             match word.as_str() {
                 "usual" => return Ok(usual()),
                 "bits" => return Ok(usual().in_bits()),
@@ -100,7 +102,7 @@ impl AskedInvariance {
         if relations.is_empty() {
             return Err("got no relation, expected one or more".to_string().into());
         }
-        Ok(Self::from_relations(&relations, has_head))
+        Ok(Self::from_relations(&relations, has_head, per_shape))
     }
 
     /// Starts the findings of a campaign, one for each relation.
@@ -110,11 +112,12 @@ impl AskedInvariance {
 }
 
 /// Returns the grade at which a relation is asked where the caller names none.
-fn usual_grade(relation: InvarianceRelation, has_head: bool) -> InvarianceGrade {
+fn usual_grade(relation: InvarianceRelation, has_head: bool, per_shape: bool) -> InvarianceGrade {
     use InvarianceRelation::{Alignment, Batch, Chunk, Length, Neighbours, Order, Packing, Repeat, Vocabulary};
     match relation {
         Repeat => InvarianceGrade::Bits,
-        Order | Neighbours | Batch | Length | Packing if !has_head => InvarianceGrade::Bits,
+        Order | Neighbours if !has_head => InvarianceGrade::Bits,
+        Batch | Length | Packing if !has_head && !per_shape => InvarianceGrade::Bits,
         Order | Neighbours | Batch | Length | Packing | Vocabulary | Alignment | Chunk => InvarianceGrade::Limits,
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use assay_campaign::{
-    AskedInvariance, CallWay, Campaign, Deck, DeckHead, Fault, KernelUnderTest, LocalKernel, TextForm, text,
+    AskedInvariance, CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel, TextForm, text,
 };
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
@@ -18,7 +18,7 @@ use crate::finds::{Does, campaign, right, run, trl};
 
 /// A deck of logits in f32, whose numbers differ in their last bits where those in bf16 may not.
 fn asking(spec: LossSpec, relations: &[InvarianceRelation], grade: Option<InvarianceGrade>, cases: u64) -> Campaign {
-    let asked = AskedInvariance::from_relations(relations, false);
+    let asked = AskedInvariance::from_relations(relations, false, false);
     let asked = match grade {
         Some(InvarianceGrade::Bits) => asked.in_bits(),
         Some(InvarianceGrade::Limits) => asked.in_limits(),
@@ -52,9 +52,9 @@ fn finding(found: &CampaignReport, relation: InvarianceRelation) -> &RelationFin
 
 /// Asserts that the kernel fails by `relation`, asked in bits, and that the judge alone accepts it.
 fn assert_found(relation: InvarianceRelation, kernel: &mut dyn KernelUnderTest) -> CampaignReport {
-    let alone = run(&campaign(trl(), 60), kernel);
+    let alone = run(&campaign(trl(), 40), kernel);
     assert!(alone.passed, "{}", text(&alone, &TextForm::default()));
-    let found = run(&asking(trl(), &[relation], Some(InvarianceGrade::Bits), 60), kernel);
+    let found = run(&asking(trl(), &[relation], Some(InvarianceGrade::Bits), 40), kernel);
     let told = text(&found, &TextForm::default());
     assert!(!found.passed && finding(&found, relation).failed > 0, "{told}");
     assert_eq!(found.causes[0].gate, relation.cause(), "{told}");
@@ -65,7 +65,7 @@ fn assert_found(relation: InvarianceRelation, kernel: &mut dyn KernelUnderTest) 
 fn invariance_of_the_native_kernel_holds_in_bits() {
     let deck = Deck { cases: 120, wide: 1, ..Deck::default() };
     let spec = trl();
-    let asked = AskedInvariance::usual(&spec, false).in_bits();
+    let asked = AskedInvariance::usual(&spec, false, false).in_bits();
     let campaign = Campaign { deck, invariance: Some(asked), ..campaign(spec, 120) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed, "{}", text(&found, &TextForm::default()));
@@ -80,7 +80,7 @@ fn invariance_of_the_native_kernel_holds_in_bits() {
 fn invariance_with_an_lm_head_holds_by_its_usual_grades() {
     let spec = trl();
     let deck = Deck { cases: 60, wide: 0, head: Some(DeckHead::default()), ..Deck::default() };
-    let asked = AskedInvariance::usual(&spec, true);
+    let asked = AskedInvariance::usual(&spec, true, false);
     let campaign = Campaign { deck, invariance: Some(asked), ..campaign(spec, 60) };
     let found =
         campaign.run(&mut LocalKernel::<HeadProblem>(&NativeHead::default()), &mut |_| ()).expect("a valid campaign");
@@ -92,7 +92,7 @@ fn invariance_with_an_lm_head_holds_by_its_usual_grades() {
 fn invariance_of_packed_sequences_holds_in_bits() {
     let spec = presets::spec(Preset::Trl, None, &PresetOptions::default(), &BatchInputs::default()).unwrap().spec;
     let deck = Deck { cases: 60, wide: 0, packed: true, ..Deck::default() };
-    let asked = AskedInvariance::usual(&spec, false).in_bits();
+    let asked = AskedInvariance::usual(&spec, false, false).in_bits();
     let campaign = Campaign { deck, invariance: Some(asked), ..campaign(spec, 60) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed, "{}", text(&found, &TextForm::default()));
@@ -237,7 +237,7 @@ fn invariance_of_every_preset_is_asked_where_it_is_exact() {
     // What changes by design, as under a mean over the batch, is left out, and nothing of log-probabilities and entropies ever is.
     for preset in Preset::ALL {
         let spec = presets::spec(preset, None, &PresetOptions::default(), &BatchInputs::default()).unwrap().spec;
-        let asked = AskedInvariance::usual(&spec, false).in_bits();
+        let asked = AskedInvariance::usual(&spec, false, false).in_bits();
         let campaign = Campaign { invariance: Some(asked), ..campaign(spec, 30) };
         let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
         assert!(found.passed, "{preset:?}: {}", text(&found, &TextForm::default()));
@@ -255,7 +255,7 @@ fn invariance_alone_judges_nothing() {
         Ok(candidate)
     });
     let spec = LossSpec::from_cotangents(true);
-    let asked = AskedInvariance { alone: true, ..AskedInvariance::usual(&spec, false).in_bits() };
+    let asked = AskedInvariance { alone: true, ..AskedInvariance::usual(&spec, false, false).in_bits() };
     let relations = Campaign { invariance: Some(asked), ..campaign(spec.clone(), 30) };
     let found = run(&relations, &mut kernel);
     assert!(found.passed, "{}", text(&found, &TextForm::default()));
@@ -266,9 +266,13 @@ fn invariance_alone_judges_nothing() {
 fn invariance_words_are_checked() {
     let words = |words: &[&str]| {
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
-        AskedInvariance::from_words(&words, &trl(), false).map_err(|why| why.to_string())
+        AskedInvariance::from_words(&words, &trl(), &Deck::default()).map_err(|why| why.to_string())
     };
     assert_eq!(words(&["batch", "order"]).unwrap().demands.len(), 2);
+    let few = Deck { shapes: DeckShapes::Few, ..Deck::default() };
+    let compiled = AskedInvariance::from_words(&["usual".to_string()], &trl(), &few).unwrap();
+    let in_bits = compiled.demands.iter().filter(|demand| demand.grade == InvarianceGrade::Bits);
+    assert!(in_bits.map(|demand| demand.relation.name()).eq(["repeat", "order", "neighbours"]));
     assert!(words(&["bits"]).unwrap().demands.iter().all(|demand| demand.grade == InvarianceGrade::Bits));
     assert!(
         words(&["bathc"]).unwrap_err().starts_with("got `bathc`, expected usual, bits, limits, or some of repeat,")
@@ -287,8 +291,8 @@ fn invariance_mutants_are_rejected_where_they_are_asked() {
         found.power.expect("it was counted")
     };
     let spec = LossSpec::from_cotangents(true);
-    let [without, with] = [None, Some(AskedInvariance::usual(&spec, false))].map(score);
+    let [without, with] = [None, Some(AskedInvariance::usual(&spec, false, false))].map(score);
     assert_eq!((with.exercised - without.exercised, with.rejected - without.rejected), (8, 8), "{with:?}");
-    let one = score(Some(AskedInvariance::from_relations(&[InvarianceRelation::Order], false)));
+    let one = score(Some(AskedInvariance::from_relations(&[InvarianceRelation::Order], false, false)));
     assert_eq!((one.exercised - without.exercised, one.rejected - without.rejected), (1, 1), "{one:?}");
 }
