@@ -130,6 +130,8 @@ def check(
     if shapes == "auto":
         shapes = "few" if compiles(fn) else "many"
     asked = _relations(invariant, variants)
+    if not judged and invariant == "limits":
+        raise AssayError('invariant: got "limits", expected bits or relations with judged=False: limits need the judge')
     if not judged and asked is None:
         raise AssayError("judged: got False, expected True, or `invariant` to say what is asked instead")
     shared = None if ranks is None else _ranks.expect(ranks, cut)

@@ -63,7 +63,7 @@ impl Campaign {
         let asked = invariant.map(|words| AskedInvariance::from_words(&words, &spec.loss, &deck));
         let asked = asked.transpose().map_err(|reason| error::other(py, format!("invariant: {reason}")))?;
         let engine = campaign::Campaign {
-            invariance: asked.map(|asked| AskedInvariance { alone, ..asked }),
+            invariance: asked.map(|asked| if alone { asked.alone() } else { asked }),
             project: spec.project.clone(),
             deck,
             grade: grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?,

@@ -68,6 +68,8 @@ def test_invariance_alone_needs_no_right_answer() -> None:
 
     options: dict[str, Any] = dict(framework="jax", **(OPTIONS | {"shapes": ["2x3x7", "3x3x7"], "cases": 12}))
     assert assay.check_invariance(logp, relations=["order", "repeat", "neighbours"], **options).passed
+    report = assay.check_invariance(of_batch, relations=["batch"], **(options | {"shapes": "few"}))
+    assert [cause.gate for cause in report.causes] == ["batch-invariance"] and finding(report, "batch")["grade"] == "bits"
     report = assay.check_invariance(of_batch, relations=["batch"], **options)
     assert [cause.gate for cause in report.causes] == ["batch-invariance"]
 
@@ -78,6 +80,7 @@ def test_invariance_bad_options_name_what_is_expected() -> None:
         (dict(invariant=[]), "invariant: got no relation"),
         (dict(variants=[honest]), "variants: got functions, expected none without `invariant`"),
         (dict(invariant=True, variants=[3]), r"variants\[0\]: got int, expected a function"),
+        (dict(judged=False, invariant="limits"), "invariant: got \"limits\", expected bits or relations"),
         (dict(judged=False), "judged: got False, expected True, or `invariant`"),
     ]
     for options, words in cases:

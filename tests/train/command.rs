@@ -288,7 +288,7 @@ fn train_settings_beyond_a_limit_of_memory_are_an_error() {
     expect("vocab_size: 257", "vocab_size: 1000000000", &[extents, " need 2560000", " bytes, ", " are available"]);
     expect("intermediate_size: 24", "intermediate_size: 2147483647", &["`model.init`: got vocab_size 257, "]);
     expect("num_hidden_layers: 1", "num_hidden_layers: 2147483647", &["num_hidden_layers 2147483647, expected"]);
-    // What goes through the policy together, with weights that fit.
+    // The sequences that go through the policy together, with weights that fit.
     expect("batch: 8", "batch: 1048576", &["memory: ", " 1048576 sequences", " are available"]);
     expect("prompts: 2, group: 4", "prompts: 1, group: 1048576", &["memory: ", " 1048576 ", " are available"]);
 }

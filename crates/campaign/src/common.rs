@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn common_property_by_chance_is_a_share_of_all_choices() {
-        // Of six problems three have it: one choice of three in twenty is that of these.
+        // Three of six problems have it: one choice of three in twenty is that of these.
         assert!((chance(3, 0, 3) - 1.0 / 20.0).abs() < 1e-12);
         assert!((chance(2, 1, 2) - 3.0 / 6.0).abs() < 1e-12);
     }

@@ -59,6 +59,12 @@ impl AskedInvariance {
         Self { demands, ..self }
     }
 
+    /// Asks for equal bits, and judges no answer: without a reference there are no limits.
+    #[must_use]
+    pub fn alone(self) -> Self {
+        Self { alone: true, ..self.in_bits() }
+    }
+
     /// Asks for differences within limits in every relation, where [`usual`](Self::usual) asks for bits in some.
     #[must_use]
     pub fn in_limits(self) -> Self {

@@ -201,7 +201,7 @@ pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> Agree
             Diagnosis::ConstantFactor { .. } => {
                 showing.len() > 1 || showing.iter().any(|problem| problem.with_gradient >= 2)
             }
-            // With two vocabulary entries a gradient is some factor times the exact one, whatever is wrong.
+            // A gradient over two vocabulary entries is some factor times the exact one, whatever is wrong.
             Diagnosis::FactorPerToken { .. } | Diagnosis::FactorPerSequence { .. } => {
                 showing.iter().any(|problem| problem.could_show(pattern))
             }

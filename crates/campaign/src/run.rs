@@ -535,7 +535,7 @@ impl<P: Subject> Round<'_, P> {
         let group = self.buckets.entry((self.bench.way, kind.clone())).or_insert_with(first);
         group.cases += 1;
         if let Some((recipe, failed)) = self.trials.last_mut().filter(|_| dealt) {
-            // What fails may be other content of the same recipe.
+            // The problem that fails may have other content of the same recipe.
             *recipe = as_drawn(recipe, &*failing.problem);
             *failed = true;
             failing.tried = Some(self.trials.len() - 1);

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ndarray::{Axis, Dimension, IxDyn, RemoveAxis};
 use serde::{Deserialize, Serialize};
-use tempfile::TempDir;
 
+use super::guardian::Guardian;
 use super::{Worker, WorkerAnswer, WorkerError, WorkerLaunch};
 use crate::kernel::{Fault, KernelUnderTest, worker_fault};
 use crate::subject::Subject;
@@ -76,7 +76,7 @@ pub struct RankedWorker {
     /// The flag that ends the wait for every rank.
     halt: Arc<AtomicBool>,
     /// The folder of the files by which ranks find one another: a file for each start.
-    rendezvous: TempDir,
+    rendezvous: Guardian,
     starts: usize,
     /// Whether the processes wait for a question.
     are_running: bool,
@@ -88,7 +88,7 @@ impl RankedWorker {
     /// # Errors
     /// [`WorkerError`] of the first that does not start.
     pub fn start(launch: WorkerLaunch, ranks: usize, cut: ShardCut) -> Result<Self, WorkerError> {
-        let folder = tempfile::Builder::new().prefix("assay-ranks-").tempdir();
+        let folder = Guardian::start();
         let rendezvous = folder.map_err(|reason| WorkerError::Start { command: "the ranks".into(), reason })?;
         let halt = Arc::new(AtomicBool::new(false));
         let mut ranked = Self { launch, workers: Vec::new(), cut, halt, rendezvous, starts: 0, are_running: true };
@@ -104,7 +104,7 @@ impl RankedWorker {
 
     /// Returns the launch of one rank, with what it needs to find the others.
     fn launch_of(&self, rank: usize, ranks: usize) -> WorkerLaunch {
-        let file = self.rendezvous.path().join(self.starts.to_string()).into_os_string();
+        let file = self.rendezvous.folder().join(self.starts.to_string()).into_os_string();
         let values: [OsString; 3] = [rank.to_string().into(), ranks.to_string().into(), file];
         let added = VARIABLES.iter().map(OsString::from).zip(values);
         let environment = self.launch.environment.iter().cloned().chain(added).collect();

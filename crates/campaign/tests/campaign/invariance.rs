@@ -105,7 +105,7 @@ fn invariance_batch_finds_a_split_by_the_number_of_rows() {
     let found = assert_found(InvarianceRelation::Batch, &mut nudged(|problem, _| i32::from(problem.mask.len() > 8)));
     let cause = &found.causes[0];
     assert!(cause.sentence.starts_with("logp at ["), "{}", cause.sentence);
-    // Of two sequences of any length, the second is what makes the batch large.
+    // The batch becomes large with its second sequence, however long one is.
     let start =
         cause.diagnoses.iter().find(|told| told.starts_with("logp changes when the tokens of the batch go from"));
     let numbers: Vec<usize> = start.expect("it is told").split(' ').filter_map(|word| word.parse().ok()).collect();
@@ -119,7 +119,7 @@ fn invariance_order_finds_a_dependence_on_the_row() {
 
 #[test]
 fn invariance_neighbours_finds_a_maximum_of_the_batch() {
-    // What a running maximum that is carried over from another row may change.
+    // A running maximum that is carried over from another row may change one bit.
     let of_others = |problem: &Problem, (b, _): (usize, usize)| {
         let rows = (0..problem.mask.nrows()).filter(|other| *other != b);
         let sum: f64 = rows.map(|other| problem.logits.row(other, 0)[0]).filter(|x| x.is_finite()).sum();
@@ -234,7 +234,7 @@ fn invariance_chunk_allows_another_order_and_no_coarser_sum() {
 
 #[test]
 fn invariance_of_every_preset_is_asked_where_it_is_exact() {
-    // What changes by design, as under a mean over the batch, is left out, and nothing of log-probabilities and entropies ever is.
+    // Outputs that change by design, as under a mean over the batch, are left out; log-probabilities and entropies never are.
     for preset in Preset::ALL {
         let spec = presets::spec(preset, None, &PresetOptions::default(), &BatchInputs::default()).unwrap().spec;
         let asked = AskedInvariance::usual(&spec, false, false).in_bits();
@@ -255,7 +255,7 @@ fn invariance_alone_judges_nothing() {
         Ok(candidate)
     });
     let spec = LossSpec::from_cotangents(true);
-    let asked = AskedInvariance { alone: true, ..AskedInvariance::usual(&spec, false, false).in_bits() };
+    let asked = AskedInvariance::from_relations(&InvarianceRelation::ALL, false, true).alone();
     let relations = Campaign { invariance: Some(asked), ..campaign(spec.clone(), 30) };
     let found = run(&relations, &mut kernel);
     assert!(found.passed, "{}", text(&found, &TextForm::default()));

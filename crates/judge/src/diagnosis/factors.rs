@@ -44,8 +44,8 @@ impl Pairs {
 /// The size of what a factor may leave of a gradient, as a share of it.
 const LEFT: f64 = 1e-2;
 
-/// The difference of two factors that are one, as a share of their distance from 1; and what a factor may leave of an error, as a share
-/// of that.
+/// The largest difference of two factors that are one, as a share of their distance from 1; and the largest rest of an error that a
+/// factor explains, as a share of the error.
 const APART: f64 = 0.25;
 
 /// Diagnoses a gradient `output` whose rows are the exact ones, each times a factor. `row` returns a token's exact and actual values.

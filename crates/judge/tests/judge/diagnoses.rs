@@ -354,7 +354,7 @@ fn diagnosis_names_a_ratio_that_is_held() {
             for ((b, t), loss) in losses.indexed_iter_mut() {
                 let token = reference.token(b, t).unwrap();
                 let own = token.inputs.level_log_ratio(&spec).value;
-                // Where the clip holds the ratio the loss does not depend on it.
+                // The loss does not depend on a ratio that the clip holds.
                 if (loss.abs() / (own.exp() * token.inputs.advantage.abs()) - 1.0).abs() < 1e-6 {
                     *loss *= (change(own) - own).exp();
                 }
