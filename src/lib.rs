@@ -20,9 +20,9 @@ pub use assay_ahead::{gpu, tpu};
 pub use assay_algebra::parts;
 pub use assay_campaign as campaign;
 pub use assay_campaign::worker;
-#[cfg(feature = "cli")]
-use assay_core::project;
 pub use assay_core::{device_dtype, files, implementation, memory, problem, spec, text};
+#[cfg(feature = "cli")]
+use assay_core::{project, temporary};
 pub use assay_cuda as cuda;
 pub use assay_fixture as fixture;
 pub use assay_judge as judge;

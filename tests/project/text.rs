@@ -65,11 +65,11 @@ fn foreign_paths_are_shown_and_opened_through_their_types() {
     const OPENED: [&str; 13] = [
         "crates/ahead/src/files.rs",
         "crates/ahead/src/gpu/assemble.rs",
-        "crates/campaign/src/worker/guardian.rs",
         "crates/core/src/files.rs",
+        "crates/core/src/guardian.rs",
         "crates/core/src/memory.rs",
         "crates/core/src/project.rs",
-        "crates/fixture/src/temporary.rs",
+        "crates/core/src/temporary.rs",
         "crates/pjrt/src/compile_worker.rs",
         "crates/pjrt/src/runtime/plugin.rs",
         "crates/train/src/train/disk.rs",

@@ -4,8 +4,9 @@ use std::env;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
+use std::slice;
 
-use tempfile::TempDir;
+use assay_core::guardian::Guardian;
 
 use crate::error::AheadError;
 
@@ -18,12 +19,13 @@ pub(crate) fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error
     move |reason| AheadError::Io { path: path.into(), action, reason }
 }
 
-/// Creates a temporary folder that is removed when it is dropped.
+/// Creates a temporary folder that is removed when it is dropped or this process ends.
 ///
 /// # Errors
 /// [`AheadError::Io`].
-pub(crate) fn temporary_folder(prefix: &str) -> Result<TempDir, AheadError> {
-    tempfile::Builder::new().prefix(prefix).tempdir().map_err(failed("write to", &env::temp_dir()))
+pub(crate) fn guarded_folder(prefix: &str) -> Result<Guardian, AheadError> {
+    let parent = env::temp_dir();
+    Guardian::start(slice::from_ref(&parent), prefix).map_err(failed("write to", &parent))
 }
 
 /// Returns the names of all files in `folder`, sorted.

@@ -7,10 +7,13 @@
 mod array;
 pub mod device_dtype;
 pub mod files;
+#[cfg(unix)]
+pub mod guardian;
 pub mod implementation;
 pub mod memory;
 pub mod problem;
 pub mod project;
 pub mod spec;
 pub mod tanh;
+pub mod temporary;
 pub mod text;

@@ -5,9 +5,8 @@
 //! when it loads. The worker writes its answer to the folder, the compiler its dumps; a worker that dies or exceeds the limit
 //! becomes an error with the last lines of its stderr.
 //!
-//! The waiting process keeps the worker's standard input open. When it is closed, because the waiting process has ended, or when the
-//! limit and [`GRACE`] have passed, the worker removes its folder and ends itself. It is in a separate process group, so that Ctrl-C
-//! ends the waiting process first.
+//! A [`Guardian`] ends the worker and removes the folder when the waiting process ends, however it does. The worker is in a separate process
+//! group, so that Ctrl-C ends the waiting process first.
 
 use std::env;
 use std::fs::{self, File};
@@ -18,8 +17,10 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use assay_core::guardian::Guardian;
 use assay_core::memory::CompiledMemory;
 use assay_core::text::{ForeignLines, ForeignText, ShownPath};
+use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
 use crate::runtime::{PjrtProgram, Plugin, RuntimeError, Topology, XLA_VARIABLE};
@@ -30,9 +31,6 @@ pub const WORKER_COMMAND: &str = "compile-worker";
 /// The time that one program may take to compile unless a [`CompileWorker`] has another limit. It exists to end compilers that hang: the
 /// largest program of docs/tpu.md takes a minute, and many times that on a busy machine.
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
-
-/// The time after its limit at which a worker ends itself.
-pub const GRACE: Duration = Duration::from_secs(10);
 
 /// The folder inside of a worker's folder where every XLA writes its HLO.
 pub const HLO: &str = "hlo";
@@ -73,7 +71,6 @@ struct JobFile {
     options: Vec<(String, String)>,
     replicas: usize,
     partitions: usize,
-    limit: Duration,
 }
 
 /// The figures that the plugin reports for a compiled program.
@@ -176,14 +173,14 @@ impl CompileWorker {
         Self { limit, ..self }
     }
 
-    /// Compiles a job in `folder`, where its dumps remain; HLO goes to [`HLO`]. `configure` sets the environment that the plugin reads.
+    /// Compiles a job in the guarded folder, where its dumps remain; HLO goes to [`HLO`]. `configure` sets the environment that the plugin reads.
     ///
     /// # Errors
     /// [`CompileWorkerError`].
     pub fn compile(
         &self,
         job: &CompileJob,
-        folder: &Path,
+        guardian: &mut Guardian,
         configure: impl FnOnce(&mut Command),
     ) -> Result<CompiledJob, CompileWorkerError> {
         let written = JobFile {
@@ -193,13 +190,13 @@ impl CompileWorker {
             options: job.options.iter().map(|(name, value)| ((*name).into(), value.clone())).collect(),
             replicas: job.replicas,
             partitions: job.partitions,
-            limit: self.limit,
         };
+        let folder = guardian.folder().to_path_buf();
         let hlo = folder.join(HLO);
         fs::create_dir(&hlo).map_err(failed("create", &hlo))?;
         write(&folder.join(JOB), &serde_json::to_vec(&written).expect("plain data has a JSON form"))?;
         write(&folder.join(PROGRAM), job.code.as_bytes())?;
-        let status = self.work(folder, configure)?;
+        let status = self.work(guardian, configure)?;
 
         // A worker writes its answer last. It counts only if the worker then ended well: the plugin may still have been writing dumps.
         let answer = folder.join(ANSWER);
@@ -221,9 +218,10 @@ impl CompileWorker {
     /// Runs a worker until it ends, or kills it after the limit and returns `None`.
     fn work(
         &self,
-        folder: &Path,
+        guardian: &mut Guardian,
         configure: impl FnOnce(&mut Command),
     ) -> Result<Option<ExitStatus>, CompileWorkerError> {
+        let folder = guardian.folder();
         let stderr = folder.join(STDERR);
         let stderr = File::create(&stderr).map_err(failed("create", &stderr))?;
         let executable = fs::canonicalize(&self.executable).map_err(failed("run", &self.executable))?;
@@ -238,26 +236,27 @@ impl CompileWorker {
             // Errors only: they are quoted if a worker dies. A compile cache would suppress the dumps.
             .env("TF_CPP_MIN_LOG_LEVEL", "2")
             .env_remove("JAX_COMPILATION_CACHE_DIR")
-            .stdin(Stdio::piped())
+            .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(stderr);
         configure(&mut worker);
         let mut worker = worker.spawn().map_err(failed("run", &self.executable))?;
-        // `try_wait` leaves it open, as `wait` would not.
-        let _held_open = worker.stdin.take();
+        guardian.watch(Some(Pid::from_child(&worker)));
         let started = Instant::now();
-        loop {
+        let status = loop {
             if let Some(status) = worker.try_wait().map_err(failed("wait for", &self.executable))? {
-                return Ok(Some(status));
+                break Some(status);
             }
             if started.elapsed() >= self.limit {
                 // It may have ended since; either way it is gone after this.
                 let _ = worker.kill();
                 worker.wait().map_err(failed("wait for", &self.executable))?;
-                return Ok(None);
+                break None;
             }
             thread::sleep(Duration::from_millis(10));
-        }
+        };
+        guardian.watch(None);
+        Ok(status)
     }
 }
 
@@ -273,28 +272,8 @@ pub fn work(folder: &Path) -> Result<(), CompileWorkerError> {
     let expected = "a job, as `assay compile` writes it";
     let job: JobFile = serde_json::from_str(&read(JOB)?).map_err(|error| malformed(JOB, &error, expected))?;
     let code = read(PROGRAM)?;
-    end_with_who_waits(folder, job.limit.saturating_add(GRACE));
     let answer = compile_here(&job, &code).unwrap_or_else(|error| JobAnswer::Refused(error.to_string()));
     write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
-}
-
-/// Ends this process, and removes `folder`, when standard input is closed or `limit` has passed.
-fn end_with_who_waits(folder: &Path, limit: Duration) {
-    let end = |folder: PathBuf| {
-        // The compiler may be writing to it.
-        let _ = (0..10).find(|_| fs::remove_dir_all(&folder).is_ok());
-        // Without what the plugin would do at an exit, which may never end.
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-    };
-    let [until_input_ends, until_limit] = [folder.to_path_buf(), folder.to_path_buf()];
-    thread::spawn(move || {
-        let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
-        end(until_input_ends);
-    });
-    thread::spawn(move || {
-        thread::sleep(limit);
-        end(until_limit);
-    });
 }
 
 fn compile_here(job: &JobFile, code: &str) -> Result<JobAnswer, RuntimeError> {

@@ -8,10 +8,10 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use crate::cli::{CliError, Passed, Printing};
 use crate::config;
-use crate::fixture::{UNFINISHED, locked_folder, remove_unlocked};
 use crate::problem::{Dtype, Shape};
 use crate::programs::{NamedArray, Signature};
 use crate::spec::LossSpec;
+use crate::temporary::{UNFINISHED, locked_folder, remove_unlocked};
 use crate::text::ShownPath;
 
 /// The whole program, within the folder.

@@ -18,7 +18,7 @@ use super::sass::{self, SassInstruction};
 use super::target::{GpuChip, GpuTarget, THREADS_A_CTA};
 use super::trips::{PtxLoop, TripCounts};
 use crate::error::AheadError;
-use crate::files::{failed, temporary_folder};
+use crate::files::{failed, guarded_folder};
 
 /// The tools of NVIDIA's toolkit that need no GPU: `ptxas`, `nvdisasm`, and the library that XLA's own kernels call.
 #[derive(Clone, Debug)]
@@ -90,8 +90,8 @@ impl CudaToolkit {
         let chip = target.chip;
         expect_launch(kernel, target)?;
         // `ptxas` writes the machine code to a file, with the line of PTX of each instruction.
-        let folder = temporary_folder("assay-gpu-")?;
-        let [text, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
+        let guardian = guarded_folder("assay-gpu-")?;
+        let [text, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| guardian.folder().join(name));
         fs::write(&text, &kernel.text).map_err(failed("write", &text))?;
         let [ptxas_path, nvdisasm_path] = [PTXAS, NVDISASM].map(|part| self.root.join(part));
         let mut ptxas = Command::new(&ptxas_path);

@@ -12,7 +12,7 @@ use assay_schema::gpu::{GpuLaunch, GpuLimit, GpuTimeBound};
 use super::assemble::CudaToolkit;
 use super::target::{GpuChip, GpuTarget};
 use crate::error::AheadError;
-use crate::files::{failed, temporary_folder};
+use crate::files::{failed, guarded_folder};
 use crate::plugin::{self, StableHloModule, worker_error};
 use crate::traffic::{Traffic, read_optimized};
 
@@ -104,9 +104,9 @@ impl GpuCompiler {
         // Kernels first: the plugin embeds PTX unread, so that only the assembler finds what is wrong with it.
         let assembled = module.kernels.iter().map(|kernel| self.toolkit.assemble(kernel, target));
         let mut launches = assembled.collect::<Result<Vec<_>, _>>()?;
-        let folder = temporary_folder("assay-gpu-")?;
+        let mut guardian = guarded_folder("assay-gpu-")?;
         // The plugin looks for a toolkit in `cuda_sdk_lib` of its working folder first.
-        let (root, sdk) = (self.toolkit.root(), folder.path().join("cuda_sdk_lib"));
+        let (root, sdk) = (self.toolkit.root(), guardian.folder().join("cuda_sdk_lib"));
         let root = fs::canonicalize(root).map_err(failed("find", root))?;
         symlink(root, &sdk).map_err(failed("create", &sdk))?;
         let job = CompileJob {
@@ -117,10 +117,10 @@ impl GpuCompiler {
             replicas: module.replicas,
             partitions: module.partitions,
         };
-        let compiled = self.worker.compile(&job, folder.path(), |_| ());
+        let compiled = self.worker.compile(&job, &mut guardian, |_| ());
         let compiled = compiled.map_err(|error| with_unknown_call(worker_error(target.to_string(), error)))?;
         let memory = compiled.memory;
-        let (file, text) = read_optimized(&folder.path().join(HLO), OPTIMIZED)?;
+        let (file, text) = read_optimized(&guardian.folder().join(HLO), OPTIMIZED)?;
         let unread = |reason| AheadError::Unread {
             target: target.to_string(),
             memory,

@@ -13,7 +13,7 @@ use super::links::LinkTimes;
 use super::schedule::{self, TpuLaunch};
 use super::target::{TpuChip, TpuTarget};
 use crate::error::AheadError;
-use crate::files::{failed, temporary_folder};
+use crate::files::{failed, guarded_folder};
 use crate::plugin::{self, StableHloModule, worker_error};
 use crate::traffic::{Traffic, read_optimized};
 
@@ -138,8 +138,8 @@ impl TpuCompiler {
     /// not understood; [`AheadError::Io`].
     pub fn compile(&self, target: &TpuTarget, module: &StableHloModule) -> Result<TpuCompilation, AheadError> {
         // libtpu writes its schedules to a folder within the worker's, where the worker runs.
-        let folder = temporary_folder("assay-tpu-")?;
-        let folder = folder.path();
+        let mut guardian = guarded_folder("assay-tpu-")?;
+        let folder = guardian.folder().to_path_buf();
         let schedules = folder.join(SCHEDULES);
         fs::create_dir(&schedules).map_err(failed("create", &schedules))?;
         let flags = self.flags.as_deref().unwrap_or_default();
@@ -151,7 +151,7 @@ impl TpuCompiler {
             replicas: module.replicas,
             partitions: module.partitions,
         };
-        let answer = self.worker.compile(&job, folder, |worker| configure(target, flags, worker));
+        let answer = self.worker.compile(&job, &mut guardian, |worker| configure(target, flags, worker));
         let compiled = answer.map_err(|error| worker_error(target.to_string(), error))?;
         let (memory, compile_s, chips) = (compiled.memory, compiled.compile_s, compiled.chips);
 

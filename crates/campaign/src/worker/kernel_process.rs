@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::guardian::Guardian;
 use super::process::{Process, Silence};
 use super::ranks::RankShard;
-use super::{LONGEST_LINE, PROTOCOL};
+use super::{LONGEST_LINE, PROTOCOL, guarded_folder};
+use assay_core::guardian::Guardian;
 use assay_core::implementation::Workload;
 use assay_core::problem::{Candidate, Dtype};
 use assay_core::spec::LossSpec;
@@ -219,8 +219,7 @@ impl Worker {
     /// # Errors
     /// [`WorkerError`] where it does not start, or does not say so in time.
     pub fn start(launch: WorkerLaunch) -> Result<Self, WorkerError> {
-        let started = Guardian::start();
-        let mut guardian = started.map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
+        let mut guardian = guarded_folder().map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
         let (process, hello) = begin(&launch, &mut guardian)?;
         Ok(Self { launch, hello, process: Some(process), asked: 0, guardian })
     }

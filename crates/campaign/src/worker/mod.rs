@@ -26,10 +26,14 @@
 //! long, the whole group of its processes is killed. So it is when the campaign ends, by whatever signal, and its files are removed; a
 //! process that leaves the group by `setsid` is beyond that.
 
-mod guardian;
 mod kernel_process;
 mod process;
 mod ranks;
+
+use std::path::PathBuf;
+use std::{env, io};
+
+use assay_core::guardian::Guardian;
 
 pub use kernel_process::{Worker, WorkerAnswer, WorkerError, WorkerIntroduction, WorkerLaunch};
 pub use ranks::{RankShard, RankedWorker, ShardCut};
@@ -39,3 +43,8 @@ pub const PROTOCOL: &str = "assay-check/1";
 
 /// The longest line that is read, in bytes.
 pub const LONGEST_LINE: usize = 64 << 10;
+
+/// Makes a guarded folder for problems and candidates, in memory that is a file system where there is some.
+fn guarded_folder() -> io::Result<Guardian> {
+    Guardian::start(&[PathBuf::from("/dev/shm"), env::temp_dir()], "assay-worker-")
+}

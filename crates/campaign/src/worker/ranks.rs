@@ -9,10 +9,10 @@ use std::time::Duration;
 use ndarray::{Axis, Dimension, IxDyn, RemoveAxis};
 use serde::{Deserialize, Serialize};
 
-use super::guardian::Guardian;
-use super::{Worker, WorkerAnswer, WorkerError, WorkerLaunch};
+use super::{Worker, WorkerAnswer, WorkerError, WorkerLaunch, guarded_folder};
 use crate::kernel::{Fault, KernelUnderTest, worker_fault};
 use crate::subject::Subject;
+use assay_core::guardian::Guardian;
 use assay_core::problem::{Candidate, FloatArray, FloatView, Gradient, HeadLayout, Shape, joined};
 use assay_core::spec::LossSpec;
 
@@ -88,8 +88,8 @@ impl RankedWorker {
     /// # Errors
     /// [`WorkerError`] of the first that does not start.
     pub fn start(launch: WorkerLaunch, ranks: usize, cut: ShardCut) -> Result<Self, WorkerError> {
-        let folder = Guardian::start();
-        let rendezvous = folder.map_err(|reason| WorkerError::Start { command: "the ranks".into(), reason })?;
+        let rendezvous = guarded_folder();
+        let rendezvous = rendezvous.map_err(|reason| WorkerError::Start { command: "the ranks".into(), reason })?;
         let halt = Arc::new(AtomicBool::new(false));
         let mut ranked = Self { launch, workers: Vec::new(), cut, halt, rendezvous, starts: 0, are_running: true };
         let launches: Vec<WorkerLaunch> = (0..ranks).map(|rank| ranked.launch_of(rank, ranks)).collect();
