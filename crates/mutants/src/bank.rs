@@ -127,8 +127,8 @@ bugs! {
     LastChunkDropped ChunkBeginsEarly LastChunkRepeatsLastToken StaleRowsInLastChunk HiddenOfChunkBefore
     HiddenNotGathered MaskedDhiddenNotZeroed SoftmaxOfChunkBefore NormaliserOfChunk DlmHeadOverwritten
     DlmHeadSummedInHeadDtype OneHotOverwritten
-    HeadLayoutMistaken DlmHeadLayoutMistaken LogitsNotRounded LogitsNotRoundedInBackward LogitsRounded
-    LogitsSummedInHiddenDtype ProductsInTf32 DepthTailDropped DhiddenOfLogits DlogitsRounded
+    HeadLayoutMistaken DhiddenLayoutMistaken DlmHeadLayoutMistaken LogitsNotRounded LogitsNotRoundedInBackward
+    LogitsRounded LogitsSummedInHiddenDtype ProductsInTf32 LogitProductInTf32 DepthTailDropped DhiddenOfLogits DlogitsRounded
     DhiddenLacksTail DlmHeadLacksTail DhiddenSummedInHiddenDtype ScaleForgottenInDlmHead
     TemperatureForgottenInDhidden
     DhiddenOfFirstShard DhiddenRoundedBeforeSum HeadOffsetForgotten DlmHeadOfFirstDevice DlmHeadAveraged

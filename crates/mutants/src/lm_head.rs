@@ -89,9 +89,43 @@ struct SpecimenHead<'l> {
     shape: HeadShape,
     /// Hidden states of all tokens, `[N,H]`.
     hidden: Array2<f64>,
+    /// The head that the logits are computed with.
+    head: HeadMatrix<'l>,
+    /// The head that `dhidden` is computed with.
+    backward_head: HeadMatrix<'l>,
+}
+
+/// A head's matrix as a kernel reads it.
+#[derive(Clone)]
+struct HeadMatrix<'l> {
     matrix: Cow<'l, FloatArray<Ix2>>,
-    /// Layout of the head's matrix.
     layout: HeadLayout,
+}
+
+impl HeadMatrix<'_> {
+    /// Takes the same memory for a matrix of the other layout.
+    fn misread(self) -> Self {
+        let &[rows, columns] = self.matrix.shape() else { unreachable!("a matrix has two axes") };
+        let mistaken = self.matrix.to_f64().into_shape_with_order((columns, rows)).expect("as many elements");
+        let layout = match self.layout {
+            HeadLayout::VocabByHidden => HeadLayout::HiddenByVocab,
+            HeadLayout::HiddenByVocab => HeadLayout::VocabByHidden,
+        };
+        Self { matrix: Cow::Owned(FloatArray::rounded_from(&mistaken, self.matrix.dtype())), layout }
+    }
+
+    /// Returns a part of the head, `[units,columns]`, in f64.
+    fn part(&self, units: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        match self.layout {
+            HeadLayout::HiddenByVocab => self.matrix.part(units, columns),
+            HeadLayout::VocabByHidden => self.matrix.view().part_transposed(columns, units),
+        }
+    }
+}
+
+/// Rounds a factor of a product to TF32, if `is_rounded`.
+fn in_tf32(factor: ArrayView2<'_, f64>, is_rounded: bool) -> CowArray<'_, f64, Ix2> {
+    if is_rounded { factor.mapv(|x| f64::from(to_tf32(x as f32))).into() } else { factor.into() }
 }
 
 /// Adds an array to another, if there is one.
@@ -112,24 +146,13 @@ struct HeadChunk {
 
 impl<'l> SpecimenHead<'l> {
     fn new(launch: SpecimenLaunch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
-        let HeadShape { batch, tokens, hidden: width, vocab } = shape;
+        let HeadShape { batch, tokens, hidden: width, .. } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
-        // The head as the kernel reads it.
-        let (mut matrix, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
-        if layout == HeadLayout::VocabByHidden && launch.has(Bug::HeadLayoutMistaken) {
-            let mistaken = matrix.to_f64().into_shape_with_order((width, vocab)).expect("as many elements");
-            matrix = Cow::Owned(FloatArray::rounded_from(&mistaken, matrix.dtype()));
-            layout = HeadLayout::HiddenByVocab;
-        }
-        Self { launch, projection, shape, hidden, matrix, layout }
-    }
-
-    /// Returns a part of the head, `[units,columns]`, in f64.
-    fn weights(&self, units: Range<usize>, columns: Range<usize>) -> Array2<f64> {
-        match self.layout {
-            HeadLayout::HiddenByVocab => self.matrix.part(units, columns),
-            HeadLayout::VocabByHidden => self.matrix.view().part_transposed(columns, units),
-        }
+        let given = HeadMatrix { matrix: Cow::Borrowed(&projection.lm_head), layout: projection.layout };
+        let as_read = |is_misread: bool| if is_misread { given.clone().misread() } else { given.clone() };
+        let head = as_read(launch.has(Bug::HeadLayoutMistaken));
+        let backward_head = as_read(launch.has(Bug::HeadLayoutMistaken) || launch.has(Bug::DhiddenLayoutMistaken));
+        Self { launch, projection, shape, hidden, head, backward_head }
     }
 
     fn has(&self, bug: Bug) -> bool {
@@ -215,14 +238,15 @@ impl<'l> SpecimenHead<'l> {
         let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
         // Products by stretches of columns over threads, and by stretches of hidden units.
+        let rounds_factors = self.has(Bug::ProductsInTf32) || self.has(Bug::LogitProductInTf32);
         let parts: Vec<_> = logits.axis_chunks_iter_mut(Axis(1), AT_ONCE).collect();
         parts.into_par_iter().enumerate().for_each(|(i, mut logits)| {
             let columns = i * AT_ONCE..i * AT_ONCE + logits.ncols();
             for first in (0..depth).step_by(DEPTH) {
                 let units = first..depth.min(first + DEPTH);
-                let hidden = self.factor(hidden.slice(s![.., units.clone()]));
-                let weights = self.weights(units, columns.clone());
-                general_mat_mul(1.0, &hidden, &self.factor(weights.view()), 1.0, &mut logits);
+                let hidden = in_tf32(hidden.slice(s![.., units.clone()]), rounds_factors);
+                let weights = self.head.part(units, columns.clone());
+                general_mat_mul(1.0, &hidden, &in_tf32(weights.view(), rounds_factors), 1.0, &mut logits);
                 if self.has(Bug::LogitsSummedInHiddenDtype) {
                     logits.mapv_inplace(|x| self.dtype().round(x));
                 }
@@ -354,12 +378,9 @@ impl<'l> SpecimenHead<'l> {
         Array2::from_shape_vec((rows, self.shape.vocab), chunk).expect("V elements a row")
     }
 
-    /// Returns a factor of a product, as the product reads it.
+    /// Returns a factor of a product of the backward pass, as the product reads it.
     fn factor<'a>(&self, factor: ArrayView2<'a, f64>) -> CowArray<'a, f64, Ix2> {
-        if self.has(Bug::ProductsInTf32) {
-            return factor.mapv(|x| f64::from(to_tf32(x as f32))).into();
-        }
-        factor.into()
+        in_tf32(factor, self.has(Bug::ProductsInTf32))
     }
 
     /// Computes `dhidden` of a chunk, `[n,H]`.
@@ -376,7 +397,7 @@ impl<'l> SpecimenHead<'l> {
                 // The head's columns are those of the whole vocabulary; the mutant counts them from the shard's own
                 // first.
                 let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
-                let weights = self.weights(0..self.shape.hidden, tile.start - from..tile.end - from);
+                let weights = self.backward_head.part(0..self.shape.hidden, tile.start - from..tile.end - from);
                 of_shard += &self.factor(dlogits.slice(s![.., tile])).dot(&self.factor(weights.view()).t());
                 if self.has(Bug::DhiddenSummedInHiddenDtype) {
                     of_shard.mapv_inplace(|x| self.dtype().round(x));

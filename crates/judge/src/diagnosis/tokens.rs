@@ -30,7 +30,7 @@ pub(crate) fn diagnose_tokens<G>(
     let mut difference = None;
     // Roundings go both ways; what is lost of a sum makes every log-probability too large.
     let mut signs = [0, 0];
-    let mut explained_by_sum = true;
+    let (mut explained_by_sum, mut told_by_sum) = (true, false);
     // Tokens whose values are not finite have no error to look at.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
@@ -62,7 +62,9 @@ pub(crate) fn diagnose_tokens<G>(
         // An error that such a sum could have is looked at closely: the sum is added up, and must have this very error.
         if of_logp && shape.vocab >= LONG_SUM && own <= most {
             let predicted = -one_by_one_error(reference, (b, t), token).ln_1p();
-            explained_by_sum &= (signed - predicted).abs() <= 0.25 * own + 4.0 * U * (1.0 + token.inputs.logp.abs());
+            let (distance, rounding) = ((signed - predicted).abs(), 4.0 * U * (1.0 + token.inputs.logp.abs()));
+            explained_by_sum &= distance <= 0.25 * own + rounding;
+            told_by_sum |= own > TELLS_SUM && distance <= own / 64.0 + rounding;
         }
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
@@ -72,6 +74,10 @@ pub(crate) fn diagnose_tokens<G>(
     }
     if of_logp && let Some(rows) = diagnose_rows(reference, candidate.logp.as_ref()?) {
         return Some(rows);
+    }
+    // Where terms are equal, what such a sum loses may also be some entries at the end; its very error is no chance.
+    if explained_by_sum && told_by_sum && error <= of_sum {
+        return Some(Diagnosis::NaiveSum(shape.vocab));
     }
     if of_logp && let Some(sums) = diagnose_sums(reference, candidate.logp.as_ref()?) {
         return Some(sums);
