@@ -18,6 +18,8 @@ use crate::config;
 use crate::fixture::{SPEC_KEY, write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
+use crate::schema::invariance::RelationFinding;
+use crate::schema::number::quotient;
 use crate::text::{ForeignText, ShownPath};
 use crate::worker::{Worker, WorkerLaunch};
 
@@ -247,10 +249,13 @@ fn table(outcome: &PanelOutcome) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
     let gates = GATES.map(|(_, name)| name);
-    table.set_header(
-        ["kernel", "expected", "judged", "failed", "no answer"].iter().chain(&gates).chain(&["ms each", ""]),
-    );
-    for column in 2..6 + gates.len() {
+    table.set_header(["kernel", "expected", "judged", "failed", "no answer"].iter().chain(&gates).chain(&[
+        "same bits",
+        "within limits",
+        "ms each",
+        "",
+    ]));
+    for column in 2..8 + gates.len() {
         table.column_mut(column).expect("as in the header").set_cell_alignment(CellAlignment::Right);
     }
     for OfKernel { expected, as_expected, found, .. } in &outcome.kernels {
@@ -268,6 +273,9 @@ fn table(outcome: &PanelOutcome) -> String {
         let mut row = vec![found.kernel.clone(), expected.into()];
         row.extend([found.judged, found.failed, found.unanswered].map(|count| count.to_string()));
         row.extend(GATES.map(|(gate, _)| kappa(gate)));
+        let [in_bits, in_limits, in_neither] = by_invariance(found).map(|findings| findings.len());
+        let asked = in_bits + in_limits + in_neither;
+        row.extend([in_bits, in_bits + in_limits].map(|count| format!("{count} of {asked}")));
         row.push(format!("{:.1}", 1e3 * found.answer_s / (found.judged.max(1) as f64)));
         row.push(if *as_expected { String::new() } else { "UNEXPECTED".into() });
         table.add_row(row);
@@ -281,13 +289,14 @@ fn table(outcome: &PanelOutcome) -> String {
         }
     }
     format!(
-        "{table}\nκ needed, the largest of each gate, at the better grade that it reaches: one near the limit has just reached exact; ∞ where a value is NaN or ∞ that should not be\n{unsupported}{}  {} kernels, {cases} problems and {wide} of V = 151,936 each, {unexpected} kernels not as expected, {seconds:.0} s\n",
+        "{table}\nκ needed, the largest of each gate, at the better grade that it reaches: one near the limit has just reached exact; ∞ where a value is NaN or ∞ that should not be\nsame bits, within limits: of the relations of docs/invariance.md that were asked, those that hold so\n{unsupported}{}  {} kernels, {cases} problems and {wide} of V = 151,936 each, {unexpected} kernels not as expected, {seconds:.0} s\n",
         if unexpected == 0 { "PASS" } else { "FAIL" },
         kernels.len(),
     )
 }
 
-/// Writes three tables: what was driven; the result of each kernel by dtype and regime; why it fails.
+/// Writes four tables: what was driven; the result of each kernel by dtype and regime; why it fails; in which relations each token has
+/// the same numbers.
 fn markdown(outcome: &PanelOutcome, causes: &[PanelCause]) -> String {
     let regimes = Regime::FINITE.map(|regime| regime.to_string());
     let mut driven = String::from("| | what is driven | with |\n|---|---|---|\n");
@@ -302,9 +311,41 @@ fn markdown(outcome: &PanelOutcome, causes: &[PanelCause]) -> String {
                 &format!("| {} | {dtype} | {} |\n", found.kernel, row.map(|c| c.map_or("–".into(), grade)).join(" | "));
         }
     }
+    let invariant = invariance(outcome);
     let PanelOutcome { cases, wide, .. } = outcome;
     let asked = format!("{cases} problems of a vocabulary up to 4,099 and {wide} of one of 151,936.");
-    format!("{asked}\n\n{driven}\n{worst}\n{}", explained(outcome, causes))
+    format!("{asked}\n\n{driven}\n{worst}\n{}\n{invariant}", explained(outcome, causes))
+}
+
+/// Returns the relations that hold in bits, those that hold within limits, and those that do not, of a kernel's findings.
+fn by_invariance(found: &KernelOutcome) -> [Vec<&RelationFinding>; 3] {
+    let asked = || found.invariance.iter().filter(|finding| finding.problems > 0);
+    let (in_bits, moved): (Vec<_>, Vec<_>) = asked().partition(|finding| finding.other_bits == 0);
+    // Values that are not finite differ by no number.
+    let is_within = |finding: &&RelationFinding| finding.failed == 0 && finding.difference_over_limit.is_some();
+    let (in_limits, in_neither) = moved.into_iter().partition(is_within);
+    [in_bits, in_limits, in_neither]
+}
+
+/// A row a kernel: the relations that hold in bits, those that hold within limits, and those that do not.
+fn invariance(outcome: &PanelOutcome) -> String {
+    let mut text = String::from("| | invariant in bits | invariant within limits | not |\n|---|---|---|---|\n");
+    for OfKernel { found, .. } in &outcome.kernels {
+        let [in_bits, in_limits, in_neither] = by_invariance(found);
+        let name = |finding: &&RelationFinding| {
+            let RelationFinding { relation, difference_over_limit, .. } = finding;
+            difference_over_limit.map_or(relation.to_string(), |over| format!("{relation} {}", quotient(over)))
+        };
+        let failing = |finding: &&RelationFinding| format!("**{}**: {}", name(finding), finding.outputs.join(", "));
+        let cells: [Vec<String>; 3] = [
+            in_bits.iter().map(name).collect(),
+            in_limits.iter().map(name).collect(),
+            in_neither.iter().map(failing).collect(),
+        ];
+        let cells = cells.map(|names| if names.is_empty() { "–".into() } else { names.join(", ") });
+        let _ = writeln!(text, "| {} | {} |", found.kernel, cells.join(" | "));
+    }
+    text
 }
 
 /// A row a cause, where what it explains is still seen; and one for each kernel of what nobody has looked into.
@@ -369,6 +410,7 @@ fn badness(cell: &PanelCell) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schema::invariance::{InvarianceGrade, InvarianceRelation};
 
     fn cell(gate: &str, failed: u64, nonfinite: u64, share: f64) -> PanelCell {
         let (dtype, regime) = (Dtype::Bf16, Regime::Holes);
@@ -386,6 +428,7 @@ mod tests {
             answer_s: 0.0,
             cells,
             failures: Vec::new(),
+            invariance: Vec::new(),
         };
         let kernels = vec![OfKernel { what: "`f`".into(), expected: None, as_expected: true, found }];
         PanelOutcome { cases: 8, wide: 0, seconds: 1.0, kernels }
@@ -411,6 +454,29 @@ mod tests {
         assert!(text.contains("| **row_l2 NaN** |"), "{text}");
         assert_eq!(grade(&cell("logp", 0, 0, 0.5)), "logp 0.5");
         assert_eq!(grade(&cell("dlogits", 3, 0, 25_700.0)), "**dlogits 3e4**");
+    }
+
+    #[test]
+    fn panel_shows_which_relations_hold_in_bits_and_within_limits() {
+        let finding = |relation, other_bits, failed, difference_over_limit| RelationFinding {
+            problems: 3,
+            failed,
+            other_bits,
+            outputs: vec!["logp".into()],
+            difference_over_limit,
+            ..RelationFinding::new(relation, InvarianceGrade::Limits)
+        };
+        let mut outcome = outcome(vec![cell("logp", 0, 0, 0.5)]);
+        outcome.kernels[0].found.invariance = vec![
+            finding(InvarianceRelation::Repeat, 0, 0, None),
+            finding(InvarianceRelation::Batch, 4, 0, Some(0.25)),
+            finding(InvarianceRelation::Order, 4, 1, Some(2.0)),
+            finding(InvarianceRelation::Length, 4, 0, None),
+            RelationFinding::new(InvarianceRelation::Packing, InvarianceGrade::Limits),
+        ];
+        let row = "| k | repeat | batch 0.25 | **order 2**: logp, **length**: logp |\n";
+        assert!(markdown(&outcome, &[]).ends_with(row), "{}", markdown(&outcome, &[]));
+        assert!(table(&outcome).contains("1 of 4") && table(&outcome).contains("2 of 4"), "{}", table(&outcome));
     }
 
     #[test]

@@ -151,7 +151,7 @@ def written_over_grad(x: Any, ids: Any) -> Any:
     return Logp.apply(x, ids)
 
 
-@wrong(CALLERS, r"cotangent|dlogp", also="advantage-of-first-token", campaign="check_logp")
+@wrong(CALLERS, r"dlogp-of-first-in-row", campaign="check_logp")
 def cotangent_of_the_first_token(x: Any, ids: Any) -> Any:
     """All tokens of a sequence have the cotangent of its first."""
 

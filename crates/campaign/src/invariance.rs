@@ -387,6 +387,26 @@ impl<P: Subject> Examiner<'_, P> {
     }
 }
 
+/// Adds the comparison of two calls to the findings about a relation.
+pub(crate) fn note_comparison<P>(finding: &mut RelationFinding, compared: ComparedCalls<P>) {
+    let ComparedCalls { differences, by_design, largest, fails, .. } = compared;
+    let add = |all: &mut Vec<String>, outputs: Vec<Output>| {
+        let new: Vec<String> = outputs.into_iter().map(|output| output.name().into()).collect();
+        all.extend(new.into_iter().filter(|name| !all.contains(name)).collect::<Vec<_>>());
+    };
+    finding.not_asked = None;
+    finding.problems += 1;
+    finding.failed += u64::from(fails);
+    finding.tokens += differences.tokens;
+    finding.other_bits += differences.other_bits;
+    add(&mut finding.outputs, differences.outputs);
+    add(&mut finding.by_design, by_design);
+    if let Some(largest) = largest {
+        let most = finding.difference_over_limit.unwrap_or(0.0);
+        finding.difference_over_limit = Some(most.max(largest.over_limit));
+    }
+}
+
 /// Returns how the exact outputs of a problem change in a related call. Log-probabilities and entropies never do.
 fn exact_changes<P: Subject>(
     spec: &LossSpec,

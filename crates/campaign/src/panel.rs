@@ -18,9 +18,11 @@ use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::JudgedProblem;
+use assay_schema::invariance::RelationFinding;
 
 use crate::campaign::CampaignError;
 use crate::examine::{Examiner, NoVerdicts};
+use crate::invariance::{AskedInvariance, NotCompared, note_comparison};
 use crate::kernel::{Fault, KernelUnderTest};
 
 /// Few shapes, as frameworks compile a program for each: around tiles, primes, few tokens and many.
@@ -31,6 +33,9 @@ const WIDE: [usize; 3] = [1, 3, 151_936];
 
 /// The small shape of problems whose answers are recorded.
 const SAMPLE: [usize; 3] = [1, 4, 131];
+
+/// Relations are asked of one in so many narrow problems: no divisor of the number of shapes, losses or regimes.
+const RELATED: u64 = 7;
 
 /// Failures that are kept of each gate; all are counted.
 const KEPT: u64 = 2;
@@ -213,6 +218,8 @@ pub struct KernelOutcome {
     pub cells: Vec<PanelCell>,
     /// The first of each gate.
     pub failures: Vec<Failure>,
+    /// The findings of each relation that was asked.
+    pub invariance: Vec<RelationFinding>,
 }
 
 impl KernelOutcome {
@@ -294,6 +301,7 @@ impl<K: KernelUnderTest> Panelist<K> {
             answer_s: 0.0,
             cells: Vec::new(),
             failures: Vec::new(),
+            invariance: Vec::new(),
         };
         Self { kernel, command, found }
     }
@@ -341,6 +349,30 @@ impl<K: KernelUnderTest> Panelist<K> {
     }
 }
 
+impl<K: KernelUnderTest> Panelist<K> {
+    /// Asks whether each token has the same numbers in another call, by every relation that the loss and the problem have.
+    fn ask_relations(&mut self, case: &PanelCase, problem: &Arc<Problem>) {
+        let mut examiner = examiner(&mut self.kernel, case);
+        let all = &mut self.found.invariance;
+        // The findings count other bits and the largest difference, whatever is asked; a difference beyond its limit fails.
+        for demand in AskedInvariance::usual(&case.spec, false, true).in_limits().demands {
+            let place = all.iter().position(|known| known.relation == demand.relation).unwrap_or_else(|| {
+                all.push(RelationFinding::new(demand.relation, demand.grade));
+                all.len() - 1
+            });
+            let finding = &mut all[place];
+            match examiner.compare_calls(demand, (problem, finding.problems), None, false) {
+                Ok(compared) if compared.differences.tokens > 0 => note_comparison(finding, compared),
+                Err(NotCompared::NotAsked(why)) if finding.problems == 0 => {
+                    finding.not_asked.get_or_insert(why);
+                }
+                // What does not answer has been counted where it was judged.
+                _ => {}
+            }
+        }
+    }
+}
+
 /// Examines `kernel` as every kernel that is not ours is, at grade `standard` and without a waiver.
 fn examiner<'k>(kernel: &'k mut dyn KernelUnderTest, case: &'k PanelCase) -> Examiner<'k, Problem> {
     Examiner::new(kernel, &case.spec, Limits::external(Grade::Standard), &[])
@@ -356,7 +388,12 @@ pub fn run<K: KernelUnderTest + Send>(
     mut done: impl FnMut(),
 ) -> Result<(), CampaignError> {
     for case in cases {
-        meet(kernels, &case, case.recipe.problem(&case.spec)?)?;
+        let problem = case.recipe.problem(&case.spec)?;
+        if case.deck == PanelDeck::Narrow && case.index % RELATED == 0 {
+            let problem = Arc::new(problem.clone());
+            kernels.par_iter_mut().for_each(|kernel| kernel.ask_relations(&case, &problem));
+        }
+        meet(kernels, &case, problem)?;
         done();
     }
     Ok(())

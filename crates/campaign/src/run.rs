@@ -11,7 +11,7 @@ use assay_core::problem::{Advantages, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_core::text::ShownPath;
 use assay_fixture::ProblemFile;
-use assay_judge::gate::{Edge, Output};
+use assay_judge::gate::Edge;
 use assay_judge::generate::RecipeError;
 use assay_judge::invariance::TokenAnswers;
 use assay_judge::tolerance::Limits;
@@ -26,7 +26,7 @@ use crate::deck::{DealtRecipe, Deck, DeckContent, FeatureCounts};
 use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
-use crate::invariance::{AskedInvariance, ComparedCalls, NotCompared, has_dead_entries};
+use crate::invariance::{AskedInvariance, NotCompared, has_dead_entries, note_comparison};
 use crate::kernel::{Fault, KernelUnderTest};
 use crate::repros::{CALLED_KEY, CAUSE_KEY, files};
 use crate::subject::Subject;
@@ -622,26 +622,6 @@ impl Deck {
             }
         }
         Ok(None)
-    }
-}
-
-/// Adds the comparison of two calls to the findings about a relation.
-fn note_comparison<P>(finding: &mut RelationFinding, compared: ComparedCalls<P>) {
-    let ComparedCalls { differences, by_design, largest, fails, .. } = compared;
-    let add = |all: &mut Vec<String>, outputs: Vec<Output>| {
-        let new: Vec<String> = outputs.into_iter().map(|output| output.name().into()).collect();
-        all.extend(new.into_iter().filter(|name| !all.contains(name)).collect::<Vec<_>>());
-    };
-    finding.not_asked = None;
-    finding.problems += 1;
-    finding.failed += u64::from(fails);
-    finding.tokens += differences.tokens;
-    finding.other_bits += differences.other_bits;
-    add(&mut finding.outputs, differences.outputs);
-    add(&mut finding.by_design, by_design);
-    if let Some(largest) = largest {
-        let most = finding.difference_over_limit.unwrap_or(0.0);
-        finding.difference_over_limit = Some(most.max(largest.over_limit));
     }
 }
 

@@ -47,7 +47,8 @@ bugs! {
     TemperatureInLogitsDtypeInForward StochasticRounding EntropyAsDifferenceInBf16
     SmallProbabilitiesFlushed LogpOfClampedProbability ExpByPolynomial TargetCollapses
     NonTargetDropped OneHotForgotten ScaleForgottenInGradient GradientOfLoss RatioDetached
-    CurrentNotDetached DlogpSignFlipped SampledColumnUnscaled DlogpOfFirstToken MaxNotDetached
+    CurrentNotDetached DlogpSignFlipped SampledColumnUnscaled DlogpOfFirstToken DlogpOfFirstInRow
+    DlogpOfNextRow MaxNotDetached
     TemperatureForgotten TemperatureForgottenInGradient TemperatureTwice TemperatureTwiceInGradient
     TemperatureMultiplies TemperatureOnTheWrongSide EntropyWithoutTemperature TemperatureOfFirstRow
     TemperatureForgottenInFirstRow

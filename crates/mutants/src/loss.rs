@@ -249,7 +249,12 @@ fn inputs(
         OldLogp::Current => scored.logp,
         OldLogp::Rollout => of_sampler(t),
     };
-    let advantages: Vec<f64> = row.iter().map(|(t, _)| advantage(launch, (b, *t), advantages_of)).collect();
+    let first = row.first().map_or(0, |(t, _)| *t);
+    let upstream = |t: usize| match tokens.advantages {
+        Advantages::Dlogp(_) => cotangent(launch, (b, t), first),
+        _ => advantage(launch, (b, t), advantages_of),
+    };
+    let advantages: Vec<f64> = row.iter().map(|(t, _)| upstream(*t)).collect();
     // Log-ratios of the tokens, and of the sequence.
     let of_row = LogRatios::new(launch, b, row, &advantages, high, old_logp);
     // The off-policy mask: the mean fall of logp since the behaviour policy.
@@ -307,17 +312,25 @@ fn advantage(launch: &SpecimenLaunch, at @ (_, t): (usize, usize), advantages_of
         return 0.0;
     }
     let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
-    if launch.has(Bug::DlogpOfFirstToken)
-        && let Advantages::Dlogp(_) = tokens.advantages
-        && let Some((first, _)) = tokens.mask.indexed_iter().find(|(_, counts)| **counts)
-    {
-        return tokens.advantages.at(first.0, first.1);
-    }
     match tokens.advantages {
         Advantages::Sequence(advantages) => advantages[row],
         Advantages::Token(_) | Advantages::Dlogp(_) => {
             tokens.advantages.at(if is_packed { 0 } else { row }, if of_first { 0 } else { t })
         }
+    }
+}
+
+/// Returns the cotangent of token `at` of a sequence whose first token that counts is at `first`.
+fn cotangent(launch: &SpecimenLaunch, (b, t): (usize, usize), first: usize) -> f64 {
+    let SpecimenLaunch { tokens, shape, .. } = launch;
+    match () {
+        () if launch.has(Bug::DlogpOfFirstToken) => {
+            let first = tokens.mask.indexed_iter().find(|(_, counts)| **counts);
+            first.map_or(0.0, |((b, t), _)| tokens.advantages.at(b, t))
+        }
+        () if launch.has(Bug::DlogpOfFirstInRow) => tokens.advantages.at(b, first),
+        () if launch.has(Bug::DlogpOfNextRow) => tokens.advantages.at((b + 1) % shape.batch, t),
+        () => tokens.advantages.at(b, t),
     }
 }
 

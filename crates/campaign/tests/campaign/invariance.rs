@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use assay_campaign::panel::{self, PanelDeck, Panelist};
 use assay_campaign::{
     AskedInvariance, CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel, TextForm, text,
 };
@@ -98,6 +99,20 @@ fn invariance_of_packed_sequences_holds_in_bits() {
     assert!(found.passed, "{}", text(&found, &TextForm::default()));
     assert!(finding(&found, InvarianceRelation::Order).problems > 3);
     assert_eq!(finding(&found, InvarianceRelation::Length).problems, 0);
+}
+
+#[test]
+fn invariance_is_counted_in_a_panel() {
+    let kernel = |from: usize| nudged(move |problem: &Problem, _| i32::from(problem.mask.len() > from));
+    let mut kernels = [usize::MAX, 8].map(|from| Panelist::new("k", None, "k".into(), kernel(from)));
+    panel::run(&mut kernels, (0..22).map(|index| PanelDeck::Narrow.case(index)), || ()).unwrap();
+    let [right, split] = kernels.map(|kernel| kernel.found.invariance);
+    let asked: Vec<&RelationFinding> = right.iter().filter(|finding| finding.problems > 0).collect();
+    assert!(asked.len() >= 6 && asked.iter().all(|finding| finding.other_bits == 0), "{asked:?}");
+    let batch = split.iter().find(|finding| finding.relation == InvarianceRelation::Batch).unwrap();
+    assert!(batch.other_bits > 0 && batch.failed == 0, "{batch:?}");
+    assert_eq!(batch.outputs, ["logp"]);
+    assert!(batch.difference_over_limit.is_some_and(|over| over < 1.0), "{batch:?}");
 }
 
 #[test]
