@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::worker::{Worker, WorkerAnswer, WorkerError};
+use crate::worker::{ShardCut, Worker, WorkerAnswer, WorkerError};
 use assay_core::implementation::{Implementation, ProblemFormat};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
@@ -32,6 +32,11 @@ pub trait KernelUnderTest<P: Subject = Problem> {
     /// Sets the way of all further calls, by its place in [`ways`](Self::ways); `None` is the plain one.
     fn call_by(&mut self, way: Option<usize>) {
         let _ = way;
+    }
+
+    /// Returns the axis that the kernel's ranks share; `None` for a kernel of one process.
+    fn cut(&self) -> Option<ShardCut> {
+        None
     }
 
     /// Computes `problem` under `spec`, and shows what came of it to `read`, once. What is shown may be borrowed from arrays

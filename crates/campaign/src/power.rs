@@ -20,6 +20,7 @@ use crate::deck::{DealtRecipe, Deck, DeckShapes};
 use crate::invariance_mutants::add_to_score;
 use crate::outputs::values;
 use crate::subject::Subject;
+use crate::worker::ShardCut;
 
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
 const CASES: usize = 50;
@@ -47,9 +48,10 @@ const WHOLE: u64 = 200;
 const MORE: u64 = 1_000;
 const MORE_WIDE: u64 = 12;
 
-/// Returns the mutants that problems of this kind, packed or not, and this loss can show.
-fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
-    BANK.iter().filter(|mutant| P::is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
+/// Returns the mutants that problems of this kind, packed or not and on ranks or not, and this loss can show.
+fn shown<P: Subject>(spec: &LossSpec, packed: bool, has_ranks: bool) -> Vec<&'static Mutant> {
+    let is_of = |kind| P::is_of(kind) || (has_ranks && P::is_of_ranks(kind));
+    BANK.iter().filter(|mutant| is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
 }
 
 /// Removes the outputs that the judged kernel does not have.
@@ -87,6 +89,8 @@ impl MutantFate {
 struct MutantTrial<'p, P: Subject> {
     known: JudgedProblem<'p, P>,
     correct: Candidate<P::Gradient>,
+    /// The same on several simulated devices, and their number; `None` for a kernel of one process.
+    on_devices: Option<(Candidate<P::Gradient>, usize)>,
 }
 
 impl<P: Subject> MutantTrial<'_, P> {
@@ -95,14 +99,20 @@ impl<P: Subject> MutantTrial<'_, P> {
     fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<MutantFate> {
         let JudgedProblem { spec, problem, .. } = self.known;
         // A second call is one of the same kernel, with the state that the first has left.
-        let kernels: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
-        let run = |kernel: &Specimen| {
-            let candidate = P::mutant(kernel).run(spec, problem.clone(), 1).ok()?;
+        let on = |mutant: &Mutant| {
+            let of_ranks = self.on_devices.as_ref().filter(|_| P::is_of_ranks(mutant.kind));
+            of_ranks.map_or((&self.correct, 1), |(correct, devices)| (correct, *devices))
+        };
+        type Launched<'c, G> = (Specimen, (&'c Candidate<G>, usize));
+        let kernels: Vec<Launched<P::Gradient>> =
+            mutants.iter().map(|mutant| (Specimen::with(mutant.bug), on(mutant))).collect();
+        let run = |(kernel, (_, devices)): &Launched<P::Gradient>| {
+            let candidate = P::mutant(kernel).run(spec, problem.clone(), *devices).ok()?;
             Some(limited(candidate, outputs))
         };
-        let first = |kernel: &Specimen| {
-            let candidate = run(kernel)?;
-            Some((same_numbers(&self.correct, &candidate), candidate))
+        let first = |launched: &Launched<P::Gradient>| {
+            let candidate = run(launched)?;
+            Some((same_numbers(launched.1.0, &candidate), candidate))
         };
         // Run every mutant once. Equal numbers need no verdict, so only the differing candidates are judged, all in
         // one pass over the reference.
@@ -147,6 +157,8 @@ fn same_numbers<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
 struct ScoreRound<'c, P> {
     campaign: &'c Campaign,
     outputs: &'c [&'static str],
+    /// The number of simulated devices for mutants of ranks; `None` for a kernel of one process.
+    devices: Option<usize>,
     mutants: Vec<(&'static Mutant, MutantFate)>,
     /// The number of problems that mutants were run on.
     cases: usize,
@@ -192,11 +204,15 @@ impl<P: Subject> ScoreRound<'_, P> {
             let Ok(known) = JudgedProblem::new(spec, problem) else { continue };
             let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(false) };
             let correct = limited(correct, self.outputs);
+            let on_devices = self.devices.and_then(|devices| {
+                let ranked = P::mutant(&Specimen::default()).run(spec, problem.clone(), devices).ok()?;
+                Some((limited(ranked, self.outputs), devices))
+            });
             let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();
             if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
             }
-            trials.push(MutantTrial { known, correct });
+            trials.push(MutantTrial { known, correct, on_devices });
         }
         self.cases += trials.len();
         // Run only the mutants that are not yet rejected, and drop each as soon as one problem rejects it.
@@ -314,15 +330,18 @@ impl<P: Subject> ScoreRound<'_, P> {
 }
 
 /// Runs the mutants on the deck, judged by the outputs that the kernel has: on its first small problems, and those that these do
-/// not reject on a few larger ones; what is accepted there on the wide ones too. `None` where the correct kernel does not compute
-/// the loss.
+/// not reject on a few larger ones; what is accepted there on the wide ones too. Those of ranks, where the kernel has some, run on two
+/// shards of the vocabulary, and where sequences or tokens are `cut` on two of the sequences as well. `None` where the correct kernel
+/// does not compute the loss.
 pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
     outputs: &[&'static str],
+    cut: Option<ShardCut>,
 ) -> Result<Option<schema::MutationScore>, CampaignError> {
-    let mutants = shown::<P>(&campaign.spec, campaign.deck.packed);
+    let devices = cut.map(|cut| if cut == ShardCut::Vocabulary { 2 } else { 4 });
+    let mutants = shown::<P>(&campaign.spec, campaign.deck.packed, devices.is_some());
     let mutants = mutants.into_iter().map(|mutant| (mutant, MutantFate::NotExercised)).collect();
-    let mut round = ScoreRound::<P> { campaign, outputs, mutants, cases: 0, subject: PhantomData };
+    let mut round = ScoreRound::<P> { campaign, outputs, devices, mutants, cases: 0, subject: PhantomData };
     let between = ELEMENTS..LARGER.start;
     for (sizes, most, accepted_only) in
         [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (between, FEW, true), (WIDE, FEW, true)]

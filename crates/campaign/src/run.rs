@@ -596,7 +596,7 @@ impl<P: Subject> Round<'_, P> {
         if !self.campaign.power || self.stopped.is_some() || self.tried == 0 {
             return Ok(None);
         }
-        crate::power::power::<P>(self.campaign, &self.outputs)
+        crate::power::power::<P>(self.campaign, &self.outputs, self.bench.kernel.cut())
     }
 
     #[cfg(not(feature = "mutants"))]

@@ -29,6 +29,10 @@ pub trait Subject: Judgeable {
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool;
 
+    /// Whether mutants of a class show where such a problem is cut over several ranks, and nowhere else.
+    #[cfg(feature = "mutants")]
+    fn is_of_ranks(class: MutantKind) -> bool;
+
     /// Returns the part that contains the whole problem.
     fn whole(&self) -> ProblemPart {
         let Shape { batch, tokens, vocab } = self.shape().into();
@@ -154,6 +158,11 @@ impl Subject for Problem {
         !class.is_of_heads() && class != MutantKind::Devices
     }
 
+    #[cfg(feature = "mutants")]
+    fn is_of_ranks(class: MutantKind) -> bool {
+        class == MutantKind::Devices
+    }
+
     fn part(&self, part: &ProblemPart) -> Self {
         self.select(part)
     }
@@ -197,6 +206,11 @@ impl Subject for HeadProblem {
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool {
         !matches!(class, MutantKind::HeadDevices | MutantKind::Devices)
+    }
+
+    #[cfg(feature = "mutants")]
+    fn is_of_ranks(class: MutantKind) -> bool {
+        matches!(class, MutantKind::HeadDevices | MutantKind::Devices)
     }
 
     fn part(&self, part: &ProblemPart) -> Self {

@@ -158,6 +158,10 @@ impl RankedWorker {
 }
 
 impl<P: Subject> KernelUnderTest<P> for RankedWorker {
+    fn cut(&self) -> Option<ShardCut> {
+        Some(self.cut)
+    }
+
     fn answer(
         &mut self,
         spec: &LossSpec,

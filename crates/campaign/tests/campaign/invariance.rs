@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use assay_campaign::panel::{self, PanelDeck, Panelist};
+use assay_campaign::worker::ShardCut;
 use assay_campaign::{
     AskedInvariance, CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel, TextForm, text,
 };
@@ -293,6 +294,40 @@ fn invariance_words_are_checked() {
         words(&["bathc"]).unwrap_err().starts_with("got `bathc`, expected usual, bits, limits, or some of repeat,")
     );
     assert!(words(&[]).unwrap_err().contains("one or more"));
+}
+
+/// The native kernel, as if ranks shared the axis.
+struct OnRanks(ShardCut);
+
+impl KernelUnderTest for OnRanks {
+    fn cut(&self) -> Option<ShardCut> {
+        Some(self.0)
+    }
+
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<Problem>,
+        read: &mut dyn FnMut(&Candidate<FloatView<Ix3>>),
+    ) -> Result<(), Fault> {
+        LocalKernel::<Problem>(&Native::default()).answer(spec, problem, read)
+    }
+}
+
+#[test]
+fn ranks_have_mutants_of_their_own() {
+    let score = |kernel: &mut dyn KernelUnderTest| {
+        let deck = Deck { cases: 24, wide: 0, ..Deck::default() };
+        let found = run(&Campaign { power: true, deck, ..campaign(trl(), 24) }, kernel);
+        found.power.expect("it was counted")
+    };
+    let alone = score(&mut LocalKernel::<Problem>(&Native::default()));
+    // A maximum, a sum, a sampled logit that no all-reduce joins; and of cut sequences a normaliser, a loss, an advantage too.
+    for (cut, least) in [(ShardCut::Vocabulary, 8), (ShardCut::Batch, 11)] {
+        let ranked = score(&mut OnRanks(cut));
+        let added = [ranked.exercised - alone.exercised, ranked.rejected - alone.rejected];
+        assert!(added[0] >= least && added[0] == added[1], "{cut:?}: {added:?} {:?}", ranked.accepted);
+    }
 }
 
 #[test]
