@@ -114,7 +114,7 @@ def check(
         power: Whether the campaign counts how many of the library's wrong kernels it would catch.
         invariant: Whether a token must have the same numbers in another call: True asks each relation by its usual grade, "bits" and "limits"
             all of them by that grade, a list of names some: "repeat", "order", "neighbours", "batch", "length", "packing", "vocabulary",
-            "alignment", "chunk".
+            "alignment", "chunk", "ranks".
         variants: Other forms of `fn`, such as with other chunks, that must give the numbers of `fn`: the relation "chunk" calls them.
         judged: Whether answers are judged. With False the relations of `invariant` alone are asked, and need no reference.
         repro_dir: The folder of problems that failed, which are tried first the next time; None keeps none.
@@ -188,7 +188,10 @@ def _relations(invariant: bool | str | Sequence[str], variants: Sequence[Kernel]
         return None
     if invariant is True:
         return ["usual"]
-    return [invariant] if isinstance(invariant, str) else list(invariant)
+    named = [invariant] if isinstance(invariant, str) else invariant
+    if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
+        raise AssayError(f'invariant: got {invariant!r}, expected True, False, "bits", "limits" or a list of relations')
+    return list(named)
 
 
 def with_variants(fn: Kernel, variants: Sequence[Kernel]) -> Kernel:

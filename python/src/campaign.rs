@@ -16,7 +16,9 @@ use crate::error;
 use crate::outputs::Returned;
 use crate::problem::{Batch, KeptArrays, Problem, ProblemArray};
 use crate::spec::Spec;
-use assay::campaign::{self, AskedInvariance, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject, TextForm};
+use assay::campaign::{
+    self, AskedInvariance, CallWay, CallWayKind, CampaignProgress, Fault, KernelUnderTest, Subject, TextForm,
+};
 use assay::fixture::write_candidate;
 use assay::implementation::Workload;
 use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
@@ -91,7 +93,11 @@ impl Campaign {
         ways: Vec<(String, bool, bool)>,
     ) -> PyResult<String> {
         let question = Question::new(self.spec.clone(), outputs, device, inplace);
-        let way = |(words, equal_cotangents, is_variant)| CallWay { words, equal_cotangents, is_variant };
+        let way = |(words, equal_cotangents, is_variant)| CallWay {
+            words,
+            equal_cotangents,
+            kind: if is_variant { CallWayKind::Variant } else { CallWayKind::Caller },
+        };
         let ways = ways.into_iter().map(way);
         self.on(py, PythonKernel { function, question, ways: ways.collect(), way: None }, progress)
     }
@@ -285,6 +291,10 @@ struct GuardedKernel<K> {
 }
 
 impl<P: Subject, K: KernelUnderTest<P>> KernelUnderTest<P> for GuardedKernel<K> {
+    fn cut(&self) -> Option<ShardCut> {
+        self.kernel.cut()
+    }
+
     fn ways(&self) -> &[CallWay] {
         self.kernel.ways()
     }
@@ -389,6 +399,18 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
 struct Served<W>(W);
 
 impl<P: Subject, W: KernelUnderTest<P>> KernelUnderTest<P> for Served<W> {
+    fn cut(&self) -> Option<ShardCut> {
+        self.0.cut()
+    }
+
+    fn ways(&self) -> &[CallWay] {
+        self.0.ways()
+    }
+
+    fn call_by(&mut self, way: Option<usize>) {
+        self.0.call_by(way);
+    }
+
     fn answer(
         &mut self,
         spec: &LossSpec,

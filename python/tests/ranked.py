@@ -74,6 +74,14 @@ def times_ranks(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
     return logp(problem, shard, "ranks")
 
 
+def coarser_on_ranks(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
+    """Log-probabilities that are off by 9 u(1 + 2|logp|) on several ranks, which is within the judge's limits."""
+    answer = logp(problem, shard)
+    if shard.ranks > 1:
+        answer["logp"] = (answer["logp"] - 9 * 2.0**-24 * (1 + 2 * np.abs(answer["logp"])) * (answer["logp"] != 0)).astype(np.float32)
+    return answer
+
+
 def dying(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
     if shard.rank == 1:
         os._exit(7)

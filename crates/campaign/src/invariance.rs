@@ -16,7 +16,7 @@ use ndarray::Array2;
 use crate::deck::{Deck, DeckShapes};
 use crate::dependence::{AlteredContent, with_altered};
 use crate::examine::Examiner;
-use crate::kernel::{CallWay, Fault};
+use crate::kernel::{CallWay, CallWayKind, Fault};
 use crate::subject::Subject;
 
 /// The relations that a campaign asks, and how.
@@ -119,12 +119,14 @@ impl AskedInvariance {
 
 /// Returns the grade at which a relation is asked where the caller names none.
 fn usual_grade(relation: InvarianceRelation, has_head: bool, per_shape: bool) -> InvarianceGrade {
-    use InvarianceRelation::{Alignment, Batch, Chunk, Length, Neighbours, Order, Packing, Repeat, Vocabulary};
+    use InvarianceRelation::{Alignment, Batch, Chunk, Length, Neighbours, Order, Packing, Ranks, Repeat, Vocabulary};
     match relation {
         Repeat => InvarianceGrade::Bits,
         Order | Neighbours if !has_head => InvarianceGrade::Bits,
         Batch | Length | Packing if !has_head && !per_shape => InvarianceGrade::Bits,
-        Order | Neighbours | Batch | Length | Packing | Vocabulary | Alignment | Chunk => InvarianceGrade::Limits,
+        Order | Neighbours | Batch | Length | Packing | Vocabulary | Alignment | Chunk | Ranks => {
+            InvarianceGrade::Limits
+        }
     }
 }
 
@@ -242,7 +244,7 @@ impl<P: Subject> RelatedCall<P> {
             }
             InvarianceRelation::Alignment => {
                 // Every other time the plain call reads memory that is off by one element.
-                let ways = ways_of(ways, false);
+                let ways = ways_of(ways, CallWayKind::Caller);
                 match turn {
                     turn if turn % 2 == 1 && !ways.is_empty() => {
                         Ok(called(problem, ways[(turn / 2) as usize % ways.len()], same_places()))
@@ -258,19 +260,23 @@ impl<P: Subject> RelatedCall<P> {
                 }
             }
             InvarianceRelation::Chunk => {
-                let variants = ways_of(ways, true);
+                let variants = ways_of(ways, CallWayKind::Variant);
                 if variants.is_empty() {
                     return Err("no variants of the kernel are given".into());
                 }
                 Ok(called(problem, variants[turn as usize % variants.len()], same_places()))
             }
+            InvarianceRelation::Ranks => {
+                let one_rank = ways_of(ways, CallWayKind::OneRank).into_iter().next();
+                Ok(called(problem, one_rank.ok_or("the kernel has no processes that could be one")?, same_places()))
+            }
         }
     }
 }
 
-/// Lists the ways that are variants, or are not, for problems of any content.
-fn ways_of(ways: &[CallWay], is_variant: bool) -> Vec<(usize, &CallWay)> {
-    ways.iter().enumerate().filter(|(_, way)| way.is_variant == is_variant && !way.equal_cotangents).collect()
+/// Lists the ways of one kind, for problems of any content.
+fn ways_of(ways: &[CallWay], kind: CallWayKind) -> Vec<(usize, &CallWay)> {
+    ways.iter().enumerate().filter(|(_, way)| way.kind == kind && !way.equal_cotangents).collect()
 }
 
 /// Calls the kernel with the same problem in another way.

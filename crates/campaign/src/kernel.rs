@@ -17,8 +17,19 @@ pub struct CallWay {
     pub words: String,
     /// Whether it is for problems in which every token counts and has the same cotangent.
     pub equal_cotangents: bool,
-    /// Whether it is another variant of the kernel, which is asked only for what must be the same in both.
-    pub is_variant: bool,
+    /// Whether it is how callers call the kernel, or a form of it that must have the same numbers.
+    pub kind: CallWayKind,
+}
+
+/// The kind of a [`CallWay`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallWayKind {
+    /// The way in which some callers call it.
+    Caller,
+    /// Another variant of the kernel, which is asked only for what must be the same in both.
+    Variant,
+    /// The kernel on one rank, where it has several.
+    OneRank,
 }
 
 /// Somebody's kernel, wherever it runs.

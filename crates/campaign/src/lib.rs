@@ -56,7 +56,7 @@ pub mod worker;
 pub use campaign::{Campaign, CampaignError, CampaignProgress};
 pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, FEW_SHAPES, Feature, FeatureCounts};
 pub use invariance::{AskedInvariance, InvarianceDemand};
-pub use kernel::{CallWay, Fault, KernelUnderTest, LocalKernel};
+pub use kernel::{CallWay, CallWayKind, Fault, KernelUnderTest, LocalKernel};
 pub use markdown::markdown;
 pub use neighbours::{ComputedLoss, computed, neighbours, short_name};
 pub use shrink::simplify;

@@ -93,6 +93,9 @@ struct MutantTrial<'p, P: Subject> {
     on_devices: Option<(Candidate<P::Gradient>, usize)>,
 }
 
+/// A mutant's kernel, with what the correct one returns on as many simulated devices, and their number.
+type Launched<'c, G> = (Specimen, (&'c Candidate<G>, usize));
+
 impl<P: Subject> MutantTrial<'_, P> {
     /// Returns the fate of each mutant on this problem. A mutant whose numbers equal the correct kernel's shows
     /// nothing, unless a second call returns other numbers.
@@ -103,7 +106,6 @@ impl<P: Subject> MutantTrial<'_, P> {
             let of_ranks = self.on_devices.as_ref().filter(|_| P::is_of_ranks(mutant.kind));
             of_ranks.map_or((&self.correct, 1), |(correct, devices)| (correct, *devices))
         };
-        type Launched<'c, G> = (Specimen, (&'c Candidate<G>, usize));
         let kernels: Vec<Launched<P::Gradient>> =
             mutants.iter().map(|mutant| (Specimen::with(mutant.bug), on(mutant))).collect();
         let run = |(kernel, (_, devices)): &Launched<P::Gradient>| {

@@ -27,7 +27,7 @@ use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
 use crate::invariance::{AskedInvariance, NotCompared, has_dead_entries, note_comparison};
-use crate::kernel::{Fault, KernelUnderTest};
+use crate::kernel::{CallWayKind, Fault, KernelUnderTest};
 use crate::repros::{CALLED_KEY, CAUSE_KEY, files};
 use crate::subject::Subject;
 
@@ -267,8 +267,8 @@ impl<P: Subject> Round<'_, P> {
         self.turn += 1;
         // The upper three quarters of the interval are cut into as many parts as there are ways.
         let ways = self.bench.kernel.ways();
-        // Variants are the last ways, and are no ways of calling.
-        let count = ways.iter().filter(|way| !way.is_variant).count();
+        // Forms of the kernel are the last ways, and are no ways of calling.
+        let count = ways.iter().filter(|way| way.kind == CallWayKind::Caller).count();
         let way = (place.checked_sub(1 << 30)? * count as u64 / (3 << 30)) as usize;
         if ways[..count].get(way)?.equal_cotangents {
             if dealt.packed || matches!(dealt.content, DeckContent::EndsCount | DeckContent::NoTokenCounts) {

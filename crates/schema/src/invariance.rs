@@ -27,11 +27,13 @@ pub enum InvarianceRelation {
     Alignment,
     /// Another variant of the kernel, such as one with other chunks.
     Chunk,
+    /// One rank in place of several.
+    Ranks,
 }
 
 impl InvarianceRelation {
     /// Every relation, in the order in which reports list them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Repeat,
         Self::Order,
         Self::Neighbours,
@@ -41,6 +43,7 @@ impl InvarianceRelation {
         Self::Vocabulary,
         Self::Alignment,
         Self::Chunk,
+        Self::Ranks,
     ];
 
     /// Returns the name in options, reports and JSON.
@@ -55,6 +58,7 @@ impl InvarianceRelation {
             Self::Vocabulary => "vocabulary",
             Self::Alignment => "alignment",
             Self::Chunk => "chunk",
+            Self::Ranks => "ranks",
         }
     }
 
@@ -70,6 +74,7 @@ impl InvarianceRelation {
             Self::Vocabulary => "vocabulary-invariance",
             Self::Alignment => "alignment-invariance",
             Self::Chunk => "chunk-invariance",
+            Self::Ranks => "ranks-invariance",
         }
     }
 
@@ -85,6 +90,7 @@ impl InvarianceRelation {
             Self::Vocabulary => "entries of −∞ are added to the vocabulary",
             Self::Alignment => "the same values are at other offsets and strides",
             Self::Chunk => "another variant of the kernel computes them",
+            Self::Ranks => "one rank computes them in place of several",
         }
     }
 }

@@ -10,7 +10,7 @@ use ndarray::{Axis, Dimension, IxDyn, RemoveAxis};
 use serde::{Deserialize, Serialize};
 
 use super::{Worker, WorkerAnswer, WorkerError, WorkerLaunch, guarded_folder};
-use crate::kernel::{Fault, KernelUnderTest, worker_fault};
+use crate::kernel::{CallWay, CallWayKind, Fault, KernelUnderTest, worker_fault};
 use crate::subject::Subject;
 use assay_core::guardian::Guardian;
 use assay_core::problem::{Candidate, FloatArray, FloatView, Gradient, HeadLayout, Shape, joined};
@@ -72,6 +72,12 @@ const LOOK: Duration = Duration::from_millis(20);
 pub struct RankedWorker {
     launch: WorkerLaunch,
     workers: Vec<Worker>,
+    /// The kernel on one rank, from the first question for it on.
+    alone: Option<Worker>,
+    /// The one other way of calling: on one rank.
+    ways: [CallWay; 1],
+    /// Whether one rank is asked, in place of all.
+    asks_alone: bool,
     cut: ShardCut,
     /// The flag that ends the wait for every rank.
     halt: Arc<AtomicBool>,
@@ -91,7 +97,10 @@ impl RankedWorker {
         let rendezvous = guarded_folder();
         let rendezvous = rendezvous.map_err(|reason| WorkerError::Start { command: "the ranks".into(), reason })?;
         let halt = Arc::new(AtomicBool::new(false));
-        let mut ranked = Self { launch, workers: Vec::new(), cut, halt, rendezvous, starts: 0, are_running: true };
+        let ways = [CallWay { words: "on one rank".into(), equal_cotangents: false, kind: CallWayKind::OneRank }];
+        let (workers, alone, asks_alone) = (Vec::new(), None, false);
+        let mut ranked =
+            Self { launch, workers, alone, ways, asks_alone, cut, halt, rendezvous, starts: 0, are_running: true };
         let launches: Vec<WorkerLaunch> = (0..ranks).map(|rank| ranked.launch_of(rank, ranks)).collect();
         // Each loads its framework, which takes as long for all as for one.
         let started: Vec<Result<Worker, WorkerError>> = thread::scope(|scope| {
@@ -115,6 +124,27 @@ impl RankedWorker {
     fn end(&mut self) {
         self.are_running = false;
         self.workers.iter_mut().for_each(Worker::end);
+    }
+
+    /// Asks one rank for the whole problem.
+    fn ask_alone<P: Subject>(
+        &mut self,
+        spec: &LossSpec,
+        problem: &P,
+        shard: &RankShard,
+    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+        self.halt.store(false, Ordering::Relaxed);
+        let mut worker = if let Some(worker) = self.alone.take() {
+            worker
+        } else {
+            // A rendezvous of its own: the file of the others has their number.
+            self.starts += 1;
+            Worker::start(WorkerLaunch { stop: Arc::clone(&self.launch.stop), ..self.launch_of(0, 1) })?
+        };
+        let answer = worker.ask_shard(spec, problem, problem, shard);
+        // One that failed is started again, with another file.
+        self.alone = answer.is_ok().then_some(worker);
+        answer
     }
 
     /// Asks every rank for its share, and returns one answer for each.
@@ -162,13 +192,21 @@ impl<P: Subject> KernelUnderTest<P> for RankedWorker {
         Some(self.cut)
     }
 
+    fn ways(&self) -> &[CallWay] {
+        &self.ways
+    }
+
+    fn call_by(&mut self, way: Option<usize>) {
+        self.asks_alone = way.is_some();
+    }
+
     fn answer(
         &mut self,
         spec: &LossSpec,
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        let (ranks, cut) = (self.workers.len(), self.cut);
+        let (ranks, cut) = (if self.asks_alone { 1 } else { self.workers.len() }, self.cut);
         let Shape { batch, tokens, vocab } = problem.shape().into();
         if cut != ShardCut::Vocabulary && problem.batch().extra.sequences.packed().is_some() {
             return Err(Fault::Unsupported(format!("packed sequences, cut over the {}", cut.name()).into()));
@@ -181,7 +219,10 @@ impl<P: Subject> KernelUnderTest<P> for RankedWorker {
         let shards = RankShard::all(ranks, cut, extent).ok_or_else(|| {
             Fault::Unsupported(format!("{ranks} ranks, more than there are indices of the {}", cut.name()).into())
         })?;
-        let answers = self.ask(spec, &**problem, &shards);
+        let answers = match &shards[..] {
+            [whole] if self.asks_alone => vec![self.ask_alone(spec, &**problem, whole)],
+            _ => self.ask(spec, &**problem, &shards),
+        };
         let mut shares = Vec::new();
         let mut refused = None;
         let mut failed: Option<(usize, WorkerError)> = None;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel};
+use assay_campaign::{CallWay, CallWayKind, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
@@ -227,7 +227,8 @@ impl KernelUnderTest for CalledInWays {
 #[test]
 fn cause_is_the_way_of_calling_that_fails_alone() {
     let folder = tempfile::tempdir().unwrap();
-    let way = |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents, is_variant: false };
+    let way =
+        |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents, kind: CallWayKind::Caller };
     let mut kernel =
         CalledInWays { ways: vec![way("with a slice", false), way("with a view", true)], ..CalledInWays::default() };
     let mut campaign = campaign(trl(), 60);

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use assay_campaign::panel::{self, PanelDeck, Panelist};
 use assay_campaign::worker::ShardCut;
 use assay_campaign::{
-    AskedInvariance, CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel, TextForm, text,
+    AskedInvariance, CallWay, CallWayKind, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel,
+    TextForm, text,
 };
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
@@ -73,7 +74,10 @@ fn invariance_of_the_native_kernel_holds_in_bits() {
     assert!(found.passed, "{}", text(&found, &TextForm::default()));
     for finding in &found.invariance {
         assert_eq!(finding.other_bits, 0, "{finding:?}");
-        let is_asked = !matches!(finding.relation, InvarianceRelation::Chunk | InvarianceRelation::Packing);
+        let is_asked = !matches!(
+            finding.relation,
+            InvarianceRelation::Chunk | InvarianceRelation::Packing | InvarianceRelation::Ranks
+        );
         assert_eq!(finding.problems > 5, is_asked, "{finding:?}");
     }
 }
@@ -225,7 +229,11 @@ impl KernelUnderTest for WithVariant {
 /// A kernel with one variant, whose log-probabilities are off by `error` units of `u(1 + 2|logp|)`.
 fn with_variant(error: f64) -> WithVariant {
     let words = "as variant 1, chunked".to_string();
-    WithVariant { ways: vec![CallWay { words, equal_cotangents: false, is_variant: true }], is_called: false, error }
+    WithVariant {
+        ways: vec![CallWay { words, equal_cotangents: false, kind: CallWayKind::Variant }],
+        is_called: false,
+        error,
+    }
 }
 
 #[test]
