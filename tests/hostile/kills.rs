@@ -77,6 +77,16 @@ static COMMANDS: LazyLock<Vec<Long>> = LazyLock::new(|| {
         long("check --impl", &format!("{check} --impl native"), Vec::new(), &["new.json", "new.html"], true),
         long("suite", "suite --cases 60 --wide 1 -o new", Vec::new(), &["new"], true),
     ];
+    // Another build may know no ranks.
+    if env::var_os("ASSAY_UNDER_TEST").is_none() {
+        all.push(long(
+            "check of hung ranks",
+            &format!("{check} --ranks 2 --cut vocabulary --exec"),
+            files("kernel.sh", KERNEL.into()),
+            &["new.json", "new.html"],
+            false,
+        ));
+    }
     // A compiler in a process of its own, where one is installed for the command that is built here.
     let compiler = Path::new(env!("CARGO_MANIFEST_DIR")).join(".plugins/libtpu.so");
     if compiler.exists() && env::var_os("ASSAY_UNDER_TEST").is_none() {
