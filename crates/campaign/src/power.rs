@@ -89,7 +89,7 @@ impl MutantFate {
 struct MutantTrial<'p, P: Subject> {
     known: JudgedProblem<'p, P>,
     correct: Candidate<P::Gradient>,
-    /// The same on several simulated devices, and their number; `None` for a kernel of one process.
+    /// Candidate on several simulated devices, and their number; `None` for a kernel of one process.
     on_devices: Option<(Candidate<P::Gradient>, usize)>,
 }
 

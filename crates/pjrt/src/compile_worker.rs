@@ -5,8 +5,8 @@
 //! when it loads. The worker writes its answer to the folder, the compiler its dumps; a worker that dies or exceeds the limit
 //! becomes an error with the last lines of its stderr.
 //!
-//! A [`Guardian`] ends the worker and removes the folder when the waiting process ends, however it does. The worker is in a separate process
-//! group, so that Ctrl-C ends the waiting process first.
+//! A [`Guardian`] ends the worker and removes the folder when the waiting process ends, however it does. The worker is in a
+//! separate process group, so that Ctrl-C ends the waiting process first.
 
 use std::env;
 use std::fs::{self, File};
@@ -173,7 +173,8 @@ impl CompileWorker {
         Self { limit, ..self }
     }
 
-    /// Compiles a job in the guarded folder, where its dumps remain; HLO goes to [`HLO`]. `configure` sets the environment that the plugin reads.
+    /// Compiles a job in the guarded folder, where its dumps remain; HLO goes to [`HLO`]. `configure` sets the environment that the
+    /// plugin reads.
     ///
     /// # Errors
     /// [`CompileWorkerError`].
