@@ -400,6 +400,6 @@ fn supports() -> Vec<(&'static str, LossSpec)> {
     vec![
         ("vocab", with(Support { vocab: Some(30), ..Support::default() })),
         ("excluded_ids", with(Support { excluded_ids: vec![1, 7], ..Support::default() })),
-        ("keep_sampled", with(Support { vocab: Some(20), excluded_ids: vec![3], keep_sampled: true })),
+        ("keep_sampled", with(Support { vocab: Some(20), excluded_ids: vec![3], keep_sampled: true, kept: None })),
     ]
 }

@@ -311,6 +311,7 @@ impl<'s> Op<'s> {
                     given => per_token("temperature", given)?,
                 },
                 others,
+                kept_ids: None,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

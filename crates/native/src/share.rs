@@ -67,6 +67,7 @@ impl VocabShard<'_> {
             vocab: support.vocab.map(|vocab| vocab.saturating_sub(first)),
             excluded_ids: support.excluded_ids.iter().filter_map(|id| id.checked_sub(first)).collect(),
             keep_sampled: support.keep_sampled,
+            kept: support.kept,
         }
     }
 

@@ -415,6 +415,7 @@ fn support() -> impl Strategy<Value = Support> {
         vocab,
         excluded_ids,
         keep_sampled: true,
+        kept: None,
     })
 }
 

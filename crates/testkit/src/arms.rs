@@ -72,7 +72,7 @@ impl Arms {
             advantages,
             old_logp,
             logits: LogitsTransform { scale: logits_scale, softcap, bias },
-            support: Support { vocab, excluded_ids, keep_sampled },
+            support: Support { vocab, excluded_ids, keep_sampled, kept: _ },
             temperature,
             temperature_divides,
             rollout,

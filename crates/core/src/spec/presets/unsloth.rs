@@ -129,7 +129,7 @@ fn support(reader: &OptionReader) -> Result<Support, PresetError> {
     }
     let excluded_ids = reader.ids("support_excluded_ids")?;
     let keep_sampled = !excluded_ids.is_empty();
-    Ok(Support { vocab: None, excluded_ids, keep_sampled })
+    Ok(Support { excluded_ids, keep_sampled, ..Support::default() })
 }
 
 /// Reads a number that 0 turns off.
