@@ -149,7 +149,8 @@ impl<'c> DlogitsCondition<'c> {
         let BranchAlternative { branch, coupling } = alternative;
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
-        let GradTerms { by_logp, by_kl_logp, by_log_ratio } = grad_terms(spec, token, branch, condition.grade);
+        let GradTerms { logp: by_logp, kl_logp: by_kl_logp, log_ratio: by_log_ratio } =
+            grad_terms(spec, token, branch, condition.grade);
         // The gradient reaches ℓ in two ways: directly, and through the log-ratio w. A token's own ratio has a factor
         // of its slope; one that the sequence shares has the slope and the token's share `1/n` of the sum over all of
         // its tokens.
@@ -300,8 +301,7 @@ impl<'c> DlogitsCondition<'c> {
         kl: SeparateKl,
         columns: &TokenColumns,
         errors: Option<&[f64]>,
-        whole: &mut ColumnErrors,
-        flushed: &mut [f64],
+        (whole, flushed, value): (&mut ColumnErrors, &mut [f64], &mut Option<Vec<f64>>),
     ) {
         let SeparateKl { grad, moved, rounded } = kl;
         let (softmax, p) = (&self.token.kl_softmax, &columns.kl().probabilities);
@@ -314,7 +314,11 @@ impl<'c> DlogitsCondition<'c> {
             whole.floor[v] += p[v] * (common.floor + grad * error);
             flushed[v] += grad;
         }
+        value.iter_mut().flatten().zip(p).for_each(|(value, p)| *value += grad * p);
         let Some(y) = y else { return };
+        if let Some(value) = value {
+            value[y] += grad * self.token.kl_probability_of_others;
+        }
         let (others, known) = (self.token.kl_probability_of_others, self.condition.softmax.vocabulary);
         let error = errors.map_or(0.0, |errors| errors[y]) / softmax.divisor;
         let (mean_gap, mean_error) = (softmax.stats.mean_gap + rounded, known.mean_error / softmax.divisor);
@@ -410,11 +414,7 @@ impl<'c> DlogitsCondition<'c> {
             }
         }
         if let Some(kl) = self.kl {
-            self.add_kl(kl, columns, errors.as_deref(), &mut whole, &mut flushed);
-            value.iter_mut().flatten().zip(&columns.kl().probabilities).for_each(|(value, p)| *value += kl.grad * p);
-            if let (Some(value), Some(y)) = (&mut value, columns.place_of(token.id)) {
-                value[y] += kl.grad * token.kl_probability_of_others;
-            }
+            self.add_kl(kl, columns, errors.as_deref(), (&mut whole, &mut flushed, &mut value));
         }
         // The entropy bonus: C_E, without 1/T.
         if grad_entropy > 0.0 {

@@ -423,7 +423,7 @@ fn join(
     }
     // Selections by covariance compare all tokens of the batch, so their inputs must be complete.
     select(spec, &mut tokens)?;
-    Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
+    Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, &scored, inputs, share))))
 }
 
 /// Returns `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a sequence, for the off-policy mask.
@@ -487,13 +487,13 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
 }
 
 /// Evaluates the terms of one token, without weights.
-fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f64) -> Token {
+fn evaluated(spec: &LossSpec, scored: &TokenScore, inputs: TokenInputs, share: f64) -> Token {
     // The smooth piece is found once, and every value and derivative is evaluated on it.
     let branch = Branch::at(spec, &inputs);
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
     let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    let TokenScore { at, id, logp_softmax, entropy_softmax, kl_softmax, entropy, of_others, .. } = scored;
+    let &TokenScore { at, id, logp_softmax, entropy_softmax, kl_softmax, entropy, of_others, .. } = scored;
     Token {
         at,
         id,

@@ -182,7 +182,7 @@ fn handle_loss(call: &Call) -> Result<(), String> {
         expect_shape("weights", weights.shape(), &[b, t, 3])?;
         expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
         let tokens = ShareTokens { ids, mask: mask.view() };
-        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias };
+        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias, kept_ids: None };
         Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;

@@ -17,7 +17,7 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Array3, Ix3, s};
 
 pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
-pub use kept::{NO_ENTRY, narrowed_kept_ids};
+pub use kept::{NO_ENTRY, check_kept_ids, kept_entries, narrowed_kept_ids};
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use other_ids::OtherIds;
 pub use outcome::{Candidate, Gradient, HeadCandidate, HeadGradient, HeadGradientView, Metrics, Outcome, joined};

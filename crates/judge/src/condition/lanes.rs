@@ -143,10 +143,16 @@ pub(super) fn entropy_sum_error(
     let stats = &token.entropy_softmax.stats;
     let largest = probabilities.iter().copied().fold(0.0, f64::max);
     // The cotangents of logp, where they are added to those of the entropy.
-    let mut cotangents = vec![(token.id, reference.grad_logp(token, &token.branch, token.coupling))];
-    cotangents.extend(reference.others(token).iter().map(|&OtherLogp { id, grad_logp, .. }| (id, grad_logp)));
+    let mut cotangents = Vec::new();
+    if token.entropy_softmax.is_same_function(&token.logp_softmax) {
+        cotangents.push((token.id, reference.grad_logp(token, &token.branch, token.coupling)));
+        cotangents.extend(reference.others(token).iter().map(|&OtherLogp { id, grad_logp, .. }| (id, grad_logp)));
+    }
+    if token.has_separate_kl() && token.entropy_softmax.is_same_function(&token.kl_softmax) {
+        cotangents.push((token.id, reference.grad_kl_logp(token, &token.branch)));
+    }
     let has_gradient = token.grad_entropy != 0.0;
-    let is_shared = token.entropy_softmax.is_same_function(&token.logp_softmax);
+    let is_shared = !cotangents.is_empty();
     let size = |walk: LaneErrors| walk.absorbed + walk.independent;
 
     let mut most = EntropyErrors::default();

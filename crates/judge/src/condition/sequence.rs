@@ -115,7 +115,7 @@ impl SequenceCondition {
                     let derivative =
                         |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, branch);
                     most = most.or(response(spec, &token.inputs, moves, &derivative));
-                    sum = f64::max(sum, grad_terms(spec, token, branch, bands.grade).by_log_ratio);
+                    sum = f64::max(sum, grad_terms(spec, token, branch, bands.grade).log_ratio);
                 }
                 sequence.terms.sum += sum;
                 sequence.terms.moved.scale += most.scale;

@@ -118,10 +118,7 @@ impl SoftmaxErrors {
         let offsets = [softmax, q].map(|softmax| offset_error(softmax, bands));
         let second_moment = q.stats.mean_square_gap;
         let in_lanes = bands.lanes && softmax.stats.max.is_finite();
-        let sum_in_lanes = |probabilities: &[f64]| match bands.differences {
-            true => any_sum_error(probabilities),
-            false => lane_sum_error_of(probabilities),
-        };
+        let sum_in_lanes = if bands.differences { any_sum_error } else { lane_sum_error_of };
         let (mut lane_sum, mut separate_sum) = (0.0, 0.0);
         if in_lanes {
             let row = reference.row(b, t, token);

@@ -9,11 +9,11 @@ use assay_reference::{Branch, Token, TokenInputs};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GradTerms {
     /// The terms of `∂loss/∂ℓ` at first hand.
-    pub(crate) by_logp: f64,
+    pub(crate) logp: f64,
     /// The terms of `∂loss/∂ℓ` of the KL penalty's own log-probability; 0 if that is `ℓ`.
-    pub(crate) by_kl_logp: f64,
+    pub(crate) kl_logp: f64,
     /// The terms of `∂loss/∂w`.
-    pub(crate) by_log_ratio: f64,
+    pub(crate) log_ratio: f64,
 }
 
 /// Sums the sizes of the terms of a token's derivatives.
@@ -34,7 +34,7 @@ pub(crate) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade:
         *(if token.has_separate_kl() { &mut by_kl_logp } else { &mut by_logp }) += of_kl;
         by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
-    GradTerms { by_logp, by_kl_logp, by_log_ratio: branch.cap_slope * by_log_ratio }
+    GradTerms { logp: by_logp, kl_logp: by_kl_logp, log_ratio: branch.cap_slope * by_log_ratio }
 }
 
 /// Returns the factor that a KL estimate is multiplied by.

@@ -295,7 +295,9 @@ impl Recipe {
         let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(3);
-        let width = rng.random_range(1..=vocab.min(KEPT));
+        // An own logit of −∞ needs another entry, or the softmax would be 0/0.
+        let needed = if self.regime.has_holes() { 2 } else { 1 };
+        let width = rng.random_range(needed.min(vocab)..=vocab.min(KEPT));
         let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };
         let mut kept = Array3::from_elem((batch, tokens, width), NO_ENTRY);
         for ((b, t), &id) in problem.ids.indexed_iter() {
@@ -307,7 +309,6 @@ impl Recipe {
             }
             likeliest.sort_by(|&v, &w| row[w].total_cmp(&row[v]));
             let own = usize::try_from(id).expect("drawn: 0 ≤ id < V");
-            // An own logit of −∞ needs another entry, or the softmax would be 0/0.
             let mut set = vec![own];
             set.extend((!row[own].is_finite()).then_some(likeliest[0]));
             let size = rng.random_range(1..=width);
@@ -316,9 +317,8 @@ impl Recipe {
             }
             let mut seen = HashSet::new();
             set.retain(|v| seen.insert(*v));
-            set.truncate(width.max(2));
-            // In a width of 1 the entry that the softmax needs takes the place of the own one.
-            if set.len() > width || (spec.support.keep_sampled && set.len() > 1 && rng.random_bool(0.125)) {
+            set.truncate(width);
+            if spec.support.keep_sampled && rng.random_bool(0.125) {
                 set.remove(0);
             }
             let mut places: Vec<usize> = (0..width).collect();
