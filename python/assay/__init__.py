@@ -120,7 +120,7 @@ def spec(
             ids whose logp is computed for each token.
         function: Which of the project's functions; the usual one if none is given.
         batch: What the batch has, where a project chooses by it what it computes: `old_logps`, `ref_logps`,
-            `sampling_logps`, `token_weights` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.
+            `sampling_logps`, `token_weights`, `kept_ids` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.
         options: The project's options, named as it names them, or the fields of a spec.
 
     Raises:

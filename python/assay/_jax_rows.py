@@ -75,6 +75,11 @@ class Plan:
         """Whether an array of columns comes after those: a bias."""
         return bool(self.spec.to_dict()["logits"]["bias"])
 
+    @functools.cached_property
+    def kept(self) -> bool:
+        """Whether an array of kept sets, `[B,T,K]`, comes before that."""
+        return "kept" in self.spec.to_dict()["support"]
+
 
 class Sequences(NamedTuple):
     """The assignment of a row's tokens to sequences."""
@@ -115,6 +120,8 @@ class Part(NamedTuple):
     rate: Array | float
     #: The bias of the columns on this device, if the spec has one.
     bias: Array | None
+    #: The kept set of each token, `[B,T,K]`, if the spec has them.
+    kept_ids: Array | None = None
 
     @property
     def rates(self) -> tuple[Array, ...]:
@@ -220,7 +227,8 @@ class Native:
         ids, mask, advantages, weights, *inputs = tokens
         packed = [] if sequences.segment_ids is None else [sequences.segment_ids]
         bias = [] if part.bias is None else [part.bias]
-        operands = (part.logits, ids, mask, advantages, weights, *packed, *inputs, *bias)
+        kept = [] if part.kept_ids is None else [part.kept_ids]
+        operands = (part.logits, ids, mask, advantages, weights, *packed, *inputs, *kept, *bias)
         results = (
             _like(part.logits.shape, part.logits.dtype, *operands),
             _like((*ids.shape, COLUMNS), jnp.float32, *operands),
@@ -407,12 +415,13 @@ def _joined(plan: Plan, rate: Array | float, statistics: Array, vocab_axes: Axes
     return joined
 
 
-def apart(plan: Plan, others: Sequence[Array]) -> tuple[Sequences, tuple[Array, ...], tuple[Array | None]]:
+def apart(plan: Plan, others: Sequence[Array]) -> tuple[Sequences, tuple[Array, ...], tuple[Array | None, Array | None]]:
     """Splits the arrays of a loss after logits, ids, mask, advantages and weights: segment ids if sequences are packed, the spec's
-    inputs in their order, and the bias if it has one."""
+    inputs in their order, and the bias and the kept sets if it has them, which come in the other order."""
     first, last = int(plan.packed is not None), len(others) - plan.biased
     segment_ids = others[0] if first else None
-    return Sequences(segment_ids, plan.packed), tuple(others[first:last]), (others[last] if plan.biased else None,)
+    bias, kept_ids = others[last] if plan.biased else None, others[last - 1] if plan.kept else None
+    return Sequences(segment_ids, plan.packed), tuple(others[first : last - plan.kept]), (bias, kept_ids)
 
 
 def token_losses(
@@ -458,6 +467,11 @@ def _share(
     sequences, inputs, bias = apart(plan, others)
     rate = plan.rate(inputs)
     part = Part(logits, first, rate, *bias)
+    if plan.kept:
+        # Sets are of whole rows, and of the kernel that reads a row, its loss and its dlogits in one.
+        if vocab_axes or (of["couples_rows"] and token_axes):
+            raise ProblemError("`kept_ids`: got them for rows or sequences that are cut over devices, expected whole ones on each")
+        return tuple(kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)[: 1 + backward])
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
         evaluated = kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)
         if evaluated is not None:
@@ -525,7 +539,7 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
         per_token, columns = of(PartitionSpec(batch, tokens)), of(PartitionSpec(batch, tokens, None))
         of_logits = of(PartitionSpec(batch, tokens, vocab))
         bias = [of(PartitionSpec(vocab))] * plan.biased
-        arguments = [of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *bias]
+        arguments = [of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *[columns] * plan.kept, *bias]
         return (_axes(tokens), _axes(vocab)), arguments, (columns, of_logits) if backward else (columns,)
 
     def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
@@ -538,7 +552,7 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def infer(mesh: Any, arguments: Any, _: Any) -> Any:
         return shardings(mesh, arguments[0].sharding)[2]
 
-    operands = ["b t v", *["b t"] * 3, "b t w", *["b t"] * _beside(plan), *["v"] * plan.biased]
+    operands = ["b t v", *["b t"] * 3, "b t w", *["b t"] * _beside(plan), *["b t k"] * plan.kept, *["v"] * plan.biased]
     rule = f"{', '.join(operands)} -> {', '.join(['b t c', *['b t v'] * backward])}"
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -574,7 +588,7 @@ def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -
     per_token = PartitionSpec(batch, tokens)
     bias = [PartitionSpec(vocab)] * plan.biased
     columns = PartitionSpec(batch, tokens, None)
-    operands = (of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *bias)
+    operands = (of_logits, *[per_token] * 3, columns, *[per_token] * _beside(plan), *[columns] * plan.kept, *bias)
     results = (columns, *[of_logits] * backward)
     share = functools.partial(_share, plan, backward, _axes(tokens), _axes(vocab))
     of_each = jax.shard_map(share, mesh=mesh, in_specs=operands, out_specs=results)

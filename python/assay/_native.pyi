@@ -168,6 +168,9 @@ class Problem:
     def temperature(self) -> Array:
         """[B,T] or [B,1]: softmax temperatures, where the spec has them given."""
     @property
+    def kept_ids(self) -> Array:
+        """[B,T,K] i64: the vocabulary entries that the sampler has kept for each token, -1 for no entry."""
+    @property
     def selected(self) -> Array:
         """[B,T] bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out."""
     @property

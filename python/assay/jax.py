@@ -75,6 +75,7 @@ def grpo_loss(
     cu_seqlens: Array | None = None,
     segment_ids: Array | None = None,
     temperature: Array | None = None,
+    kept_ids: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     implementation: str | None = None,
@@ -115,6 +116,9 @@ def grpo_loss(
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
             option is; a `Spec` has `temperature: given`. Packed `[S]`, `[S,1]` or `[1,N]`, the last `[N]` with logits `[N,V]`. It has no
             gradient.
+        kept_ids: `[B,T,K]`, integers, by `native` alone: the vocabulary entries that the sampler has kept for each token, in any order, -1
+            for no entry; packed also `[N,K]`. The softmax is over these; a `Spec` has `support: {kept: {}}`, or says there that entropy
+            and KL are over the vocabulary. What does not fit is an error of the kernel's. The loss alone takes as long as with dlogits.
         spec: of `assay.spec`, or a project's name. It has no default.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -138,7 +142,7 @@ def grpo_loss(
     spec = _asked(spec, given)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
+    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids, kept_ids)
     logits, tokens, flat = _in_a_row("logits", logits, tokens)
     _expect_logits(logits, tokens.ids)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, logits.shape[2])
@@ -159,6 +163,7 @@ def grpo_loss_of_hidden(
     cu_seqlens: Array | None = None,
     segment_ids: Array | None = None,
     temperature: Array | None = None,
+    kept_ids: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     chunk: int = 256,
@@ -199,7 +204,7 @@ def grpo_loss_of_hidden(
     spec = _asked(spec, given)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
+    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids, kept_ids)
     hidden, tokens, flat = _in_a_row("hidden", hidden, tokens)
     part = _chunk(hidden, lm_head, tokens.ids, chunk, logits_dtype)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, lm_head.shape[1])
@@ -599,6 +604,9 @@ def _sweep_twice(
     plan: Plan, axes: _Axes, chunk: _Chunk, backward: bool, hidden: Array, lm_head: Array, arrays: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """Does the work of `_sweep` if tokens of several chunks share a ratio: first logp and entropy of all tokens, then the gradient."""
+    if plan.kept:
+        expected = "`grpo_loss` of logits: these tokens share a ratio over several chunks"
+        raise ProblemError(f"`kept_ids`: got them for packed hidden states, expected {expected}")
     ids, mask, advantages, weights, *others = arrays
     _, inputs, bias = rows.apart(plan, others)
     scored = dataclasses.replace(plan, spec=_of_logp(plan.spec), packed=None)
@@ -702,6 +710,7 @@ class _Tokens(NamedTuple):
     temperature: Array | None
     cu_seqlens: Array | None
     segment_ids: Array | None
+    kept_ids: Array | None = None
 
     @property
     def packed(self) -> bool:
@@ -717,6 +726,8 @@ class _Tokens(NamedTuple):
         of_sequences = self.cu_seqlens is not None and self.cu_seqlens.shape == (length + 1,)
         advantages = self.advantages if of_sequences else row(self.advantages)
         arrays = {name: row(getattr(self, name)) for name in ("ids", "mask", "temperature")}
+        if self.kept_ids is not None and self.kept_ids.ndim == 2:
+            arrays["kept_ids"] = self.kept_ids[None]
         return self._replace(**arrays, advantages=advantages, given={name: row(array) for name, array in self.given.items()})
 
 
@@ -813,7 +824,8 @@ class _Batch(NamedTuple):
         mask = _mask(tokens.mask, shape)
         packing = _Packing.of(tokens, mask, axes) if tokens.packed else None
         most = None if packing is None else packing.most
-        plan = Plan(_spec(spec, tokens.temperature), shape[1] * _size(axes.tokens), most, *_implementation(implementation, target))
+        plan = Plan(
+            _spec(spec, tokens.temperature, tokens.kept_ids), shape[1] * _size(axes.tokens), most, *_implementation(implementation, target))
         inputs = [_per_token(name, tokens.given.get(name), shape) for name in plan.inputs if name != "rate"]
         given = (_advantages(tokens.advantages, shape, most), *_temperature(plan, tokens.temperature, mask, most))
 
@@ -833,7 +845,8 @@ class _Batch(NamedTuple):
         rates, segment_ids = settled[: len(given) - 1], settled[len(given) - 1 :]
         # The rate is the last of the inputs.
         of_tokens = (advantages, weights, *segment_ids, *inputs, *rates)
-        arrays = (tokens.ids.astype(jnp.int32), mask, *of_tokens, *_bias(plan, bias, columns))
+        kept_ids = _kept_ids(plan, tokens.kept_ids, shape)
+        arrays = (tokens.ids.astype(jnp.int32), mask, *of_tokens, *kept_ids, *_bias(plan, bias, columns))
         return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays))
 
     def logged(self, loss: Array, results: Array, flat: bool) -> GrpoLoss:
@@ -889,17 +902,26 @@ def _scale(given: float | Array) -> Array:
     return lax.stop_gradient(scale)
 
 
-def _spec(given: Any, temperature: Array | None) -> Spec:
-    """The loss, at the temperatures of the batch where there are such; unless it is a project's it must have them so."""
+def _spec(given: Any, temperature: Array | None, kept_ids: Array | None = None) -> Spec:
+    """The loss, at the temperatures of the batch and over its kept sets where there are such; unless it is a project's it must have
+    them so."""
     if isinstance(given, (jax.Array, jax.core.Tracer)):
         raise SpecError(
             f"`spec`: got {type(given).__name__}, expected a spec that is known while tracing: close over it, or have it among "
             "`static_argnums`"
         )
-    spec = spec_of(given) if given is not None else spec_of()
+    is_project = isinstance(given, str) and not given.endswith((".yaml", ".yml", ".toml", ".json"))
+    # A project's name says which loss, the sets which form of it.
+    batch = {"kept_ids": True} if is_project and kept_ids is not None else None
+    spec = spec_of(given, batch=batch) if given is not None else spec_of()
+    fields = spec.to_dict()
+    if kept_ids is not None and "kept" not in fields["support"]:
+        if isinstance(given, Spec):
+            raise ProblemError("`kept_ids`: got an array beside a Spec without kept sets, expected a Spec with `support: {kept: {}}`")
+        fields["support"] = {**fields["support"], "kept": {}}
+        spec = spec_of(**fields)
     if temperature is None:
         return spec
-    fields = spec.to_dict()
     if isinstance(given, Spec) and fields["temperature"] != "given":
         raise ProblemError("`temperature`: got an array beside a Spec with a number, expected a Spec with `temperature: given`")
     return spec_of(**{**fields, "temperature": "given"})
@@ -1001,6 +1023,20 @@ def _temperature(plan: Plan, temperature: Array | None, mask: Array, most: int |
             got = float(known.reshape(counts.shape)[at])
             raise ProblemError(f"`temperature[{place}]`: got {got}, expected a finite number > 0")
     return (temperature.astype(jnp.float32) if of_tokens else temperature.astype(jnp.float32).reshape(-1),)
+
+
+def _kept_ids(plan: Plan, kept_ids: Array | None, shape: tuple[int, ...]) -> tuple[Array, ...]:
+    """Checks the kept sets, `[B,T,K]`, if the spec has them; their ids are checked by the kernel."""
+    if not plan.kept:
+        return ()
+    expected = f"[{', '.join(map(str, shape))}, K] with K ≥ 1"
+    if kept_ids is None:
+        raise ProblemError(f"`kept_ids`: not given, expected {expected} because the spec has `support.kept`")
+    kept_ids = jnp.asarray(kept_ids)
+    _dtype("kept_ids", kept_ids, (jnp.integer,), "integers")
+    if kept_ids.ndim != 3 or kept_ids.shape[:2] != shape or kept_ids.shape[2] == 0:
+        raise ProblemError(f"`kept_ids`: got shape {list(kept_ids.shape)}, expected {expected}")
+    return (kept_ids.astype(jnp.int32),)
 
 
 def _of_tokens(array: Array, shape: tuple[int, ...], sequences: rows.Sequences = rows.Sequences(None, None)) -> Array:

@@ -78,6 +78,7 @@ _ARRAYS = (
     "segment_ids",
     "dentropy",
     "temperature",
+    "kept_ids",
 )
 #: The first of these must be given.
 _REQUIRED = 3
@@ -104,7 +105,8 @@ def _detached(given: tuple[Any, ...]) -> dict[str, Tensor | None]:
     rows: dict[str, Tensor | None] = {}
     for name, array in zip(_ARRAYS, given[:-2], strict=True):
         if array is not None:
-            array = array.detach()[None] if flat and array.ndim == 1 and name not in _NOT_OF_TOKENS else array.detach()
+            of_tokens = array.ndim == (2 if name == "kept_ids" else 1) and name not in _NOT_OF_TOKENS
+            array = array.detach()[None] if flat and of_tokens else array.detach()
         rows[name] = array
     return rows
 
@@ -767,6 +769,17 @@ def _json_at_given_temperatures(json: str, of_project: bool) -> str:
     return _spec(**{**fields, "temperature": "given"}).to_json()
 
 
+@torch._dynamo.assume_constant_result
+def _json_of_kept_sets(json: str, of_project: bool) -> str:
+    """The loss over the kept sets of the batch; unless it is a project's it must say so."""
+    fields = _read(json).to_dict()
+    if "kept" in fields["support"]:
+        return json
+    if not of_project:
+        raise ProblemError("`kept_ids`: got a tensor beside a Spec without kept sets, expected a Spec with `support: {kept: {}}`")
+    return _spec(**{**fields, "support": {**fields["support"], "kept": {}}}).to_json()
+
+
 # Arguments of `assay.jax.grpo_loss` that have no meaning here.
 _OF_JAX = {
     "loss_scale": "multiply the loss itself, (result.loss * scale).backward(): each dlogit is computed from that and rounded once",
@@ -808,6 +821,7 @@ def grpo_loss(
     segment_ids: Tensor | None = None,
     dentropy: Tensor | None = None,
     temperature: float | Tensor | None = None,
+    kept_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
@@ -849,6 +863,9 @@ def grpo_loss(
         dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
             option is; a Spec has `temperature: given`. A number is the option of a project. It has no gradient.
+        kept_ids: `[B,T,K]`, i64 or i32, on the CPU alone: the vocabulary entries that the sampler has kept for each token, in any order,
+            -1 for no entry. The softmax is over these; a Spec has `support: {kept: {}}`, or says there that entropy and KL are over
+            the vocabulary. A token that counts has its id among them, or the spec `keep_sampled`. Flat `[N,K]`.
         normalizer: The divisor of the sum over tokens, instead of the number in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
@@ -885,12 +902,14 @@ def grpo_loss(
         "segment_ids": segment_ids,
         "dentropy": dentropy,
         "temperature": temperature if isinstance(temperature, Tensor) else None,
+        "kept_ids": kept_ids,
     }
     batch: dict[str, Any] = {
         "old_logps": old_logp is not None,
         "ref_logps": ref_logp is not None,
         "sampling_logps": rollout_logp is not None,
         "token_weights": token_weights is not None,
+        "kept_ids": kept_ids is not None,
     }
     _expect_tensors(given)
     # A project's name says which loss, the arrays which form of it.
@@ -916,6 +935,8 @@ def grpo_loss(
         json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
     else:
         json = _json(spec, batch, options if temperature is None else {**options, "temperature": temperature})
+    if kept_ids is not None:
+        json = _json_of_kept_sets(json, isinstance(spec, str))
     if "advantages" in batch and isinstance(spec, Spec):
         json = _json_of_one_advantage_a_token(json)
     arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
@@ -969,6 +990,7 @@ def logp_and_entropy(
     *,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
     hidden: Tensor | None = None,
     lm_head: Tensor | None = None,
     rounds_logits: bool = False,
@@ -994,17 +1016,21 @@ def logp_and_entropy(
         logits: The logits, as for `grpo_loss`, like the other arrays; they may be flat, `[N,V]` with ids `[N]`.
         temperature: What logits are divided by; a tensor is one a sequence or one a token, as of `grpo_loss`.
         softcap: `c` of `c·tanh(logits / c)`, before the temperature.
+        kept_ids: The kept set of each token, as of `grpo_loss`; both results are then of the softmax over it.
 
     Raises:
         ProblemError, SpecError: As `grpo_loss`.
     """
-    _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask})
+    _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask, "kept_ids": kept_ids})
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else _integers_or_truths(mask)
     given: dict[str, Tensor | None] = {"ids": ids, "mask": mask}
     asked: float | str = "given" if isinstance(temperature, Tensor) else temperature
     if isinstance(temperature, Tensor):
         given["temperature"] = temperature
-    json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), ("logits", {"softcap": softcap})))
+    given["kept_ids"] = kept_ids
+    support: dict[str, Any] = {} if kept_ids is None else {"kept": {}}
+    changes = ("logits", {"softcap": softcap}), ("support", support)
+    json = _json_of_options("logp", (), (("entropy", False), ("temperature", asked), *changes))
     given["advantages"] = torch.zeros((1 if ids.ndim == 1 else ids.shape[0],), dtype=torch.float32, device=ids.device)
     arguments = (*(given.get(name) for name in _ARRAYS), None, json)
     if logits is not None:

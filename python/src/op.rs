@@ -29,7 +29,7 @@ pub(crate) struct LossArguments {
     optional: BTreeMap<&'static str, TensorArgument>,
 }
 
-const OPTIONAL: [&str; 11] = [
+const OPTIONAL: [&str; 12] = [
     "old_logp",
     "ref_logp",
     "rollout_logp",
@@ -41,6 +41,7 @@ const OPTIONAL: [&str; 11] = [
     "segment_ids",
     "dentropy",
     "temperature",
+    "kept_ids",
 ];
 
 impl LossArguments {
@@ -96,6 +97,7 @@ impl LossArguments {
             segment_ids: lent("segment_ids"),
             dentropy: lent("dentropy"),
             temperature: lent("temperature"),
+            kept_ids: lent("kept_ids"),
         };
         Op::new(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
@@ -321,6 +323,7 @@ impl Gathered {
             segment_ids: None,
             dentropy: None,
             temperature: None,
+            kept_ids: None,
         };
         Op::new(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }

@@ -236,6 +236,10 @@ fn token_arrays<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> V
         let ends = Arc::new(cu_seqlens.values().mapv(|end| end as i64));
         arrays.push(("cu_seqlens", Block::lend(&ends, Element::Int64, |ends| ends)));
     }
+    if let Some(kept) = &extra.kept_ids {
+        let wide = Arc::new(kept.mapv(i64::from));
+        arrays.push(("kept_ids", Block::lend(&wide, Element::Int64, |kept| kept)));
+    }
     if let Some(selected) = &extra.selected {
         arrays.push(("selected", Block::lend(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
     }
@@ -371,6 +375,12 @@ impl Problem {
     #[getter]
     fn temperature(&self) -> PyResult<Array> {
         self.lent("temperature")
+    }
+
+    /// `[B,T,K]` i64: the vocabulary entries that the sampler has kept for each token, -1 for no entry.
+    #[getter]
+    fn kept_ids(&self) -> PyResult<Array> {
+        self.lent("kept_ids")
     }
 
     /// `[B,T]` bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.

@@ -82,8 +82,14 @@ pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usi
         spec.expect_no_width().map_err(no_width)?;
     }
     let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
-    expect_one_id(spec).and_then(|()| KernelScope::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
-        let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
+    // Sets are for the kernel of the CPU, which is handed whole rows with them.
+    let mut scoped = spec.clone();
+    if native {
+        scoped.support.kept = None;
+    }
+    expect_one_id(spec).and_then(|()| KernelScope::Row.expect(&scoped)).and_then(|()| plain()).map_err(|beyond| {
+        let elsewhere =
+            if matches!(beyond.field, "logits" | "support" | "support.kept") { "; `native` takes it" } else { "" };
         error::spec_error(
             py,
             format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),

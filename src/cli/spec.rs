@@ -60,6 +60,9 @@ struct BatchOptions {
     /// The batch has weights of tokens or rows that the trainer gives
     #[arg(long)]
     token_weights: bool,
+    /// The batch has the set of vocabulary entries that the sampler has kept for each token
+    #[arg(long)]
+    kept_ids: bool,
     /// Tokens of the whole generation batch
     #[arg(long, value_name = "N")]
     num_items: Option<f64>,
@@ -146,6 +149,7 @@ impl BatchOptions {
                 .as_ref()
                 .map(|level| if is_token(level) { WeightShape::Token } else { WeightShape::Sequence }),
             token_weights: self.token_weights,
+            kept_ids: self.kept_ids,
             num_items_in_batch: self.num_items,
             advantages: self
                 .advantages

@@ -27,7 +27,7 @@ use ndarray::{Dimension, IntoDimension, Ix1, arr0};
 pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
     let spec = LossSpec {
         logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
-        support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
+        support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false, kept: None },
         temperature: Temperature::Given,
         ids_per_token: 4,
         ..LossSpec::from_cotangents(false)

@@ -287,7 +287,7 @@ impl Run {
     pub(crate) fn changed_logits(&self) -> Result<usize, Failed> {
         let spec = LossSpec {
             logits: LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true },
-            support: Support { vocab: Some(70), excluded_ids: vec![0, 3, 64], keep_sampled: true },
+            support: Support { vocab: Some(70), excluded_ids: vec![0, 3, 64], keep_sampled: true, kept: None },
             temperature: 0.8.into(),
             temperature_divides: TemperatureDivides::Logp,
             entropy_coef: 0.02,
@@ -300,7 +300,7 @@ impl Run {
     pub(crate) fn several_ids(&self) -> Result<usize, Failed> {
         let spec = LossSpec {
             logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
-            support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
+            support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false, kept: None },
             temperature: 0.8.into(),
             ids_per_token: 4,
             ..LossSpec::from_cotangents(false)

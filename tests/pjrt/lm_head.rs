@@ -51,7 +51,7 @@ fn specs() -> [(&'static str, LossSpec); 4] {
         entropy_coef: 0.01,
         reduction: Reduction::SequenceMean { rows: Rows::All },
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
-        support: Support { vocab: Some(150), excluded_ids: vec![0, 7], keep_sampled: true },
+        support: Support { vocab: Some(150), excluded_ids: vec![0, 7], keep_sampled: true, kept: None },
         ..plain.clone()
     };
     let sequence = LossSpec {

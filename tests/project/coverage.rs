@@ -21,7 +21,8 @@ const SEED: u64 = suites::SEED;
 const CASES: usize = 10_000;
 
 fn drawn() -> Vec<(LossSpec, Recipe)> {
-    suites::random_cases(SEED).take(CASES).collect()
+    // Kept sets, which one kernel takes, are drawn by `kept_any_spec_matches_reference`.
+    suites::random_cases(SEED).take(CASES).chain(suites::kept_cases(SEED).take(100)).collect()
 }
 
 #[test]

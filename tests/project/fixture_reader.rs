@@ -12,6 +12,7 @@ use assay::fixture::{
 use assay::implementation::Workload as _;
 use assay::problem::{
     Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, OtherIds, Problem, ProblemError, Sequences,
+    narrowed_kept_ids,
 };
 use ndarray::{Array1, Array2, Array3, Axis, Ix0, Ix1, Ix2, Ix3, IxDyn, arr0, array};
 use proptest::prelude::*;
@@ -328,6 +329,7 @@ fn problem(logits: Dtype) -> Problem {
             bias: Some(array![0.5, 0.25, 0.0, -0.25, -0.5]),
             dentropy: Some(ramp2(0.25)),
             temperature: Some(ramp2(0.875)),
+            kept_ids: Some(Array3::from_shape_fn((2, 3, 2), |(b, t, k)| (b + t) as i32 - 2 * k as i32)),
             ..Extra::default()
         },
     }
@@ -410,6 +412,30 @@ fn segment_ids_pack_as_cu_seqlens_and_either_is_checked() {
     );
     // Two sequences have two advantages.
     assert_says(with("cu_seqlens", "U8", "[3]", &[0, 1, 2]), path, &["advantages", "[1]", "[2], [S]"]);
+}
+
+#[test]
+fn kept_ids_of_any_integers_are_read_and_others_refused() {
+    let with = |dtype, shape, bytes: &[u8]| {
+        let file = problem_with("bias", ("kept_ids", dtype, shape, bytes));
+        file.problem("logits", None).map(|problem| problem.extra.kept_ids.unwrap())
+    };
+    let path = "given.safetensors";
+    assert_eq!(with("U8", "[1,2,2]", &[0, 1, 2, 1]).unwrap(), array![[[0, 1], [2, 1]]]);
+    let long: Vec<u8> = [-1_i64, i64::MAX].iter().flat_map(|id| id.to_le_bytes()).collect();
+    // What does not fit 32 bits is no id of any vocabulary: no entry under the mask, and an error elsewhere.
+    assert_eq!(with("I64", "[1,2,1]", &long).unwrap(), array![[[-1], [-1]]]);
+    let said = narrowed_kept_ids(&array![[[1, i64::MAX]]], &array![[true]], 5).unwrap_err().to_string();
+    assert!(said.starts_with("`kept_ids[0,0,1]`: got 9223372036854775807, expected 0 ≤ id < V = 5"), "{said}");
+    for shape in ["[1,2]", "[2,1,2]", "[1,2,2,1]"] {
+        assert_says(
+            with("U8", shape, &[0; 4][..if shape == "[1,2]" { 2 } else { 4 }]),
+            path,
+            &["kept_ids", "[1, 2, K]"],
+        );
+    }
+    assert_says(with("U8", "[1,2,0]", &[]), path, &["kept_ids", "[1, 2, 0]", "K ≥ 1"]);
+    assert_says(with("F32", "[1,2,1]", &[0; 8]), path, &["kept_ids", "F32"]);
 }
 
 #[test]
@@ -622,6 +648,7 @@ fn written_bytes_repeat_and_another_reader_agrees() {
             "bias",
             "dentropy",
             "ids",
+            "kept_ids",
             "logits",
             "mask",
             "old_logps",

@@ -44,6 +44,14 @@ impl KernelScope {
         if self == KernelScope::Softmax {
             return expect_one_id(spec).and_then(|()| expect_plain_logits(spec));
         }
+        // A set of columns for each token is gathered by the kernel that is written for any spec.
+        let kept = spec.support.kept;
+        unless(
+            self == KernelScope::AnyRow || kept.is_none(),
+            "support.kept",
+            &|| written(&kept),
+            "none: the same columns for all tokens",
+        )?;
         // Choices by covariances or entropies need the logits of the whole batch.
         let selection = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.map(|top| ("objective.kl_cov.selection", written(&top))),

@@ -14,7 +14,8 @@ pub(crate) fn kl_penalty<A: Arithmetic>(
     inputs: &LossInputs<A::Value, A::Truth>,
     [ref_logp, ratio]: [A::Value; 2],
 ) -> LossTerm<A::Value> {
-    let difference = on.sub(ref_logp, inputs.logp);
+    let logp = inputs.kl_logp.unwrap_or(inputs.logp);
+    let difference = on.sub(ref_logp, logp);
     let mut d = HeldValue { value: difference, replaced: None };
     if form.difference_clamp {
         d = within(on, difference, numbers.get(SpecNumber::KlDifferenceClamp));
@@ -51,9 +52,9 @@ pub(crate) fn kl_penalty<A: Arithmetic>(
         }
         KlImportance::Rollout => {
             let zero = on.constant(0.0);
-            let rollout_logp = inputs.arrays.rollout_logp.unwrap_or(inputs.logp);
+            let rollout_logp = inputs.arrays.rollout_logp.unwrap_or(logp);
             let scored = on.equal(rollout_logp, rollout_logp);
-            let log_weight = on.sub(inputs.logp, rollout_logp);
+            let log_weight = on.sub(logp, rollout_logp);
             let weight = on.exp(log_weight);
             let term = weighed(on, weight, value, slope, d.replaced);
             term.map(on, |on, x| on.select(scored, x, zero))

@@ -27,6 +27,8 @@ pub struct ScoredToken {
     pub weighted: WeightedToken,
     /// Log-probability of the sampled id, nats.
     pub logp: f64,
+    /// Log-probability that the KL penalty reads, if it is another than `logp`, nats.
+    pub kl_logp: Option<f64>,
     /// Entropy of the token's distribution, nats.
     pub entropy: f64,
 }
@@ -41,6 +43,8 @@ pub struct TokenEvaluation {
     pub entropy: f64,
     /// Derivative `∂loss/∂logp` of the whole loss.
     pub grad_logp: f64,
+    /// Derivative of the whole loss by the log-probability that the KL penalty alone reads; 0 if it reads `logp`.
+    pub grad_kl_logp: f64,
     /// Log-probabilities of the token's other ids, nats, if the spec asks for several ids a token.
     pub logp_of_others: Vec<f64>,
 }
@@ -67,7 +71,7 @@ impl TokenEvaluation {
 /// let spec = LossSpec::default();
 /// let evaluator = LossEvaluator::new(&spec, Structure::from_spec(&spec), [1, 1]);
 /// let weighted = WeightedToken { advantage: 2.0, weight: 1.0, kl_share: 1.0, at: (0, 0) };
-/// let score = ScoredToken { weighted, logp: 0.55_f64.ln(), entropy: 0.69 };
+/// let score = ScoredToken { weighted, logp: 0.55_f64.ln(), kl_logp: None, entropy: 0.69 };
 /// let old_logp = 0.5_f64.ln();
 /// let tokens = evaluator.evaluate(&[score], |input, _| match input {
 ///     TokenInput::OldLogp => old_logp,
@@ -105,7 +109,7 @@ impl LossEvaluator {
                 TokenArray::KlShare => kl_share,
                 TokenArray::Input(wanted) => input(wanted, at),
             });
-            LossInputs::new(on, structure, numbers, token.logp, arrays)
+            LossInputs { kl_logp: token.kl_logp, ..LossInputs::new(on, structure, numbers, token.logp, arrays) }
         });
         let mut tokens: Vec<LossInputs<f64, bool>> = gathered.collect();
 
@@ -143,7 +147,8 @@ impl LossEvaluator {
         let shared: f64 =
             row.iter().zip(&losses).map(|(token, loss)| token.weighted.weight * loss.by_log_ratio.unwrap_or(0.0)).sum();
         let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), token)| {
-            let &ScoredToken { weighted: WeightedToken { weight, .. }, logp, entropy } = score;
+            let &ScoredToken { weighted: WeightedToken { weight, .. }, logp, entropy, .. } = score;
+            let grad_kl_logp = weight * token.by_kl_logp.unwrap_or(0.0);
             // The level decides how the derivative by the shared log-ratio reaches a token: as its share of the sum
             // over the sequence, or by the token's own log-probability alone.
             let grad_logp = match (structure.level, share) {
@@ -153,7 +158,7 @@ impl LossEvaluator {
                 (RatioLevel::SequenceToken, _) => weight * sum(on, token.by_logp, token.by_log_ratio),
                 _ => weight * own_slope(on, &token, inputs),
             };
-            TokenEvaluation { token, logp, entropy, grad_logp, logp_of_others: Vec::new() }
+            TokenEvaluation { token, logp, entropy, grad_logp, grad_kl_logp, logp_of_others: Vec::new() }
         });
         evaluated.collect()
     }

@@ -81,6 +81,8 @@ impl<V> TokenArrays<V> {
 pub struct LossInputs<V, T> {
     /// Log-probability `ℓ` of the token under the policy.
     pub(crate) logp: V,
+    /// Log-probability that the KL penalty reads; `None` is `logp`.
+    pub(crate) kl_logp: Option<V>,
     /// Log-probability that the ratio divides by; `logp` itself if the spec has `old_logp: current`.
     pub(crate) old_logp: V,
     /// The elements of the batch's arrays.
@@ -103,6 +105,8 @@ pub struct TokenLoss<V, T> {
     pub reduced: V,
     /// The derivative of `reduced` by `logp` at a constant log-ratio; `None` is 0.
     pub by_logp: Option<V>,
+    /// The derivative of `reduced` by the log-probability that the KL penalty alone reads; `None` is 0.
+    pub by_kl_logp: Option<V>,
     /// The derivative of `reduced` by the log-ratio of the token's level; `None` is 0.
     pub by_log_ratio: Option<V>,
     /// Ratio `r = e^w` of the token's level.
@@ -126,7 +130,7 @@ impl<V: Copy, T: Copy> LossInputs<V, T> {
     ) -> Self {
         let old_logp = arrays.old_logp.unwrap_or(logp);
         let own = own_log_ratio(on, structure, numbers, [logp, old_logp, arrays.advantage]);
-        Self { logp, old_logp, arrays, log_ratio: own.value, own, log_weight: None, on_policy: None }
+        Self { logp, kl_logp: None, old_logp, arrays, log_ratio: own.value, own, log_weight: None, on_policy: None }
     }
 }
 
@@ -285,7 +289,17 @@ pub(crate) fn token_loss<A: Arithmetic>(
     let Some((form, ref_logp)) = structure.kl.zip(inputs.arrays.ref_logp) else {
         let by_log_ratio = follow(on, policy.by_log_ratio);
         let (loss, by_logp) = (policy.value, policy.by_logp);
-        return TokenLoss { loss, reduced: loss, by_logp, by_log_ratio, ratio, kl: None, clipped_low, clipped_high };
+        return TokenLoss {
+            loss,
+            reduced: loss,
+            by_logp,
+            by_kl_logp: None,
+            by_log_ratio,
+            ratio,
+            kl: None,
+            clipped_low,
+            clipped_high,
+        };
     };
     let kl = kl_penalty(on, form, numbers, inputs, [ref_logp, ratio]);
     let kl = inputs.arrays.kl_weight.map_or(kl, |weight| kl.weighed(on, weight));
@@ -316,10 +330,15 @@ pub(crate) fn token_loss<A: Arithmetic>(
         });
         sum_if_any(on, policy, kl)
     };
-    let by_logp = joined(on, policy.by_logp, kl.by_logp);
+    // A log-probability that the penalty alone reads has a derivative of its own.
+    let (by_logp, by_kl_logp) = match inputs.kl_logp {
+        Some(_) => (policy.by_logp, joined(on, None, kl.by_logp)),
+        None => (joined(on, policy.by_logp, kl.by_logp), None),
+    };
     let by_log_ratio = joined(on, policy.by_log_ratio, kl.by_log_ratio);
     let by_log_ratio = follow(on, by_log_ratio);
-    TokenLoss { loss, reduced, by_logp, by_log_ratio, ratio, kl: Some(kl.value), clipped_low, clipped_high }
+    let kl = Some(kl.value);
+    TokenLoss { loss, reduced, by_logp, by_kl_logp, by_log_ratio, ratio, kl, clipped_low, clipped_high }
 }
 
 /// Whether the token counts as clipped low, and as clipped high: a clip in log space compares the token's own log-ratio, PPO's and

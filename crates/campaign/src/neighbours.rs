@@ -5,7 +5,7 @@ use assay_core::problem::Candidate;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_core::spec::{
     Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp, RatioLevel,
-    Reduction, Rows, Support, Temperature, TemperatureDivides,
+    Reduction, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
 };
 use assay_judge::gate::Output;
 use assay_judge::judge::Verdict;
@@ -235,6 +235,13 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("logits without scale, softcap and bias", &|spec| spec.logits = LogitsTransform::default());
     add("logits without softcap", &|spec| spec.logits.softcap = None);
     add("support: every column", &|spec| spec.support = Support::default());
+    for range in [SoftmaxRange::Set, SoftmaxRange::Vocabulary] {
+        let text = if range == SoftmaxRange::Set { "the kept set" } else { "the vocabulary" };
+        add(&format!("entropy over {text}"), &|spec| {
+            spec.support.kept.iter_mut().for_each(|kept| kept.entropy = range);
+        });
+        add(&format!("kl over {text}"), &|spec| spec.support.kept.iter_mut().for_each(|kept| kept.kl = range));
+    }
     add("no rollout weights", &|spec| spec.rollout = None);
     add("rollout.applies_to: the other", &|spec| {
         if let Some(rollout) = &mut spec.rollout {

@@ -275,4 +275,5 @@ fn refill_tokens<L>(memory: &mut Problem<L>, content: &mut Problem<L>) {
         refill(&mut memory.ids, &mut content.ids);
         refill(&mut memory.dlogp, &mut content.dlogp);
     }
+    refill_optional(&mut memory.kept_ids, &mut content.kept_ids);
 }

@@ -154,6 +154,7 @@ impl<'s> HostLoss<'s> {
                 reduced: if structure.kl_share() { of(ResultColumn::Reduced) } else { loss },
                 // The derivatives stay in the kernel.
                 by_logp: None,
+                by_kl_logp: None,
                 by_log_ratio: None,
                 ratio: of(ResultColumn::Ratio),
                 kl: structure.kl.map(|_| of(ResultColumn::Kl)),
@@ -161,7 +162,14 @@ impl<'s> HostLoss<'s> {
                 clipped_high: of(ResultColumn::ClippedHigh) > 0.0,
             };
             let [logp, entropy] = [ResultColumn::Logp, ResultColumn::Entropy].map(of);
-            counts.then_some(TokenEvaluation { token, logp, entropy, grad_logp: f64::NAN, logp_of_others: Vec::new() })
+            counts.then_some(TokenEvaluation {
+                token,
+                logp,
+                entropy,
+                grad_logp: f64::NAN,
+                grad_kl_logp: f64::NAN,
+                logp_of_others: Vec::new(),
+            })
         });
         Array2::from_shape_vec(self.settled.mask.dim(), evaluated.collect()).expect("one entry a token")
     }
@@ -227,7 +235,7 @@ impl<'s> HostLoss<'s> {
             let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
-                ScoredToken { weighted: self.weighted(at), logp, entropy }
+                ScoredToken { weighted: self.weighted(at), logp, kl_logp: None, entropy }
             });
             let evaluated = loss.evaluate(&scored.collect::<Vec<_>>(), |input, at| {
                 self.input(input, at).expect("the structure reads it")

@@ -3,11 +3,11 @@
 //! The bounds are evaluated term by term, each over all columns: there are millions, and a loop without a branch is vectorised.
 
 use super::condition::{
-    BranchAlternative, Condition, ErrorBound, FLUSHED, SoftmaxErrors, grad_flushed, grad_terms, response, sum_error,
-    transform_rounding,
+    BranchAlternative, Condition, ErrorBound, FLUSHED, GradTerms, SoftmaxErrors, grad_flushed, grad_terms, response,
+    sum_error, transform_rounding,
 };
 use super::tolerance::Grade;
-use assay_core::spec::RatioLevel;
+use assay_core::spec::{RatioLevel, SoftmaxRange};
 use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
 
 /// The bounds `κ·u·scale + floor` of the errors of some columns.
@@ -48,8 +48,23 @@ pub(super) struct DlogitsCondition<'c> {
     moved: ErrorBound,
     /// The part of `G` that may be flushed, in units of [`FLUSHED`].
     flushed: f64,
+    /// The gradient by the log-probability of the KL penalty, if that is of another softmax than `ℓ`.
+    kl: Option<SeparateKl>,
     /// The size `|E|` of the gradient by entropy.
     grad_entropy: f64,
+    /// The error that rounding transformed logits adds to a gap of the softmax of `ℓ`, in units of `u`.
+    rounded: f64,
+    /// The same for the softmax of entropy.
+    rounded_of_entropy: f64,
+}
+
+/// The gradient of a KL penalty whose log-probability `ℓ′` is of another softmax than that of the ratio.
+#[derive(Clone, Copy)]
+struct SeparateKl {
+    /// The size `G′_abs` of the gradient's terms.
+    grad: f64,
+    /// The movement of the gradient.
+    moved: ErrorBound,
     /// The error that rounding transformed logits adds to a gap, in units of `u`.
     rounded: f64,
 }
@@ -103,6 +118,11 @@ impl ColumnErrors {
         Self { scale: times(bound.scale), floor: times(bound.floor) }
     }
 
+    fn add(&mut self, other: &Self) {
+        self.scale.iter_mut().zip(&other.scale).for_each(|(ours, theirs)| *ours += theirs);
+        self.floor.iter_mut().zip(&other.floor).for_each(|(ours, theirs)| *ours += theirs);
+    }
+
     fn multiply(&mut self, factors: &[f64]) {
         for values in [&mut self.scale, &mut self.floor] {
             values.iter_mut().zip(factors).for_each(|(value, factor)| *value *= factor);
@@ -129,7 +149,8 @@ impl<'c> DlogitsCondition<'c> {
         let BranchAlternative { branch, coupling } = alternative;
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
-        let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, condition.grade);
+        let GradTerms { logp: by_logp, kl_logp: by_kl_logp, log_ratio: by_log_ratio } =
+            grad_terms(spec, token, branch, condition.grade);
         // The gradient reaches ℓ in two ways: directly, and through the log-ratio w. A token's own ratio has a factor
         // of its slope; one that the sequence shares has the slope and the token's share `1/n` of the sum over all of
         // its tokens.
@@ -147,7 +168,14 @@ impl<'c> DlogitsCondition<'c> {
             flushed += token.share * condition.shared.flushed;
         }
         let grad_entropy = token.grad_entropy.abs();
-        let rounded = transform_rounding(spec, token.logp_softmax.stats.max);
+        let rounded_at = |softmax: &ScaledSoftmax| transform_rounding(spec, softmax.stats.max);
+        // The largest logit of the vocabulary may be outside a kept set.
+        let rounded = rounded_at(&token.logp_softmax);
+        let kl = token.has_separate_kl().then(|| {
+            let on_branch = |inputs: &TokenInputs| reference.grad_kl_logp(&Token { inputs: *inputs, ..*token }, branch);
+            let moved = response(spec, &token.inputs, condition.moves, &on_branch);
+            SeparateKl { grad: by_kl_logp, moved, rounded: rounded_at(&token.kl_softmax) }
+        });
         // The first id has the policy's and the KL's terms; the others have a cotangent each.
         let of_first = by_logp + through_ratio;
         let targets = TargetColumn::list(reference, token, of_first);
@@ -161,8 +189,14 @@ impl<'c> DlogitsCondition<'c> {
             summed: sum_error(others.len() + 1),
             moved,
             flushed: flushed + others.len() as f64,
+            kl,
             grad_entropy,
             rounded,
+            rounded_of_entropy: if token.entropy_softmax.range == SoftmaxRange::Vocabulary {
+                rounded_at(&token.entropy_softmax)
+            } else {
+                rounded
+            },
         }
     }
 
@@ -190,6 +224,13 @@ impl<'c> DlogitsCondition<'c> {
                 }
             }
             // A target's share of a common error has the other sign, so that none of it counts as common.
+            for (_, y) in self.targets_in(columns) {
+                common.set(y, ErrorBound::default());
+            }
+        }
+        if let Some(kl) = self.kl {
+            let of_kl = ColumnErrors::in_proportion(self.common_of_kl(kl).times(t), &columns.kl().probabilities);
+            common.add(&of_kl);
             for (_, y) in self.targets_in(columns) {
                 common.set(y, ErrorBound::default());
             }
@@ -241,6 +282,54 @@ impl<'c> DlogitsCondition<'c> {
             scale: self.grad * (1.0 + mean_gap) + self.moved.scale,
             floor: self.grad * (error + self.summed) + self.moved.floor,
         }
+    }
+
+    /// Bounds the same part of a KL penalty's own log-probability.
+    fn common_of_kl(&self, SeparateKl { grad, moved, rounded }: SeparateKl) -> ErrorBound {
+        let (softmax, errors) = (&self.token.kl_softmax, self.condition.softmax.vocabulary);
+        let error = errors.mean_error / softmax.divisor + errors.offset + errors.separate_sum;
+        ErrorBound {
+            scale: grad * (1.0 + softmax.stats.mean_gap + rounded) + moved.scale,
+            floor: grad * error + moved.floor,
+        }
+    }
+
+    /// Adds the gradient of a KL penalty's own log-probability `ℓ′` to the bounds of `columns`, before `1/T`: that of `ℓ`, with the
+    /// probabilities of the other softmax.
+    fn add_kl(
+        &self,
+        kl: SeparateKl,
+        columns: &TokenColumns,
+        errors: Option<&[f64]>,
+        (whole, flushed, value): (&mut ColumnErrors, &mut [f64], &mut Option<Vec<f64>>),
+    ) {
+        let SeparateKl { grad, moved, rounded } = kl;
+        let (softmax, p) = (&self.token.kl_softmax, &columns.kl().probabilities);
+        let gaps = gaps(softmax, columns.kl(), rounded);
+        let common = self.common_of_kl(kl);
+        let y = columns.place_of(self.token.id);
+        for v in (0..p.len()).filter(|v| Some(*v) != y) {
+            let error = errors.map_or(0.0, |errors| errors[v]) / softmax.divisor;
+            whole.scale[v] += p[v] * (common.scale + grad * gaps[v]);
+            whole.floor[v] += p[v] * (common.floor + grad * error);
+            flushed[v] += grad;
+        }
+        value.iter_mut().flatten().zip(p).for_each(|(value, p)| *value += grad * p);
+        let Some(y) = y else { return };
+        if let Some(value) = value {
+            value[y] += grad * self.token.kl_probability_of_others;
+        }
+        let (others, known) = (self.token.kl_probability_of_others, self.condition.softmax.vocabulary);
+        let error = errors.map_or(0.0, |errors| errors[y]) / softmax.divisor;
+        let (mean_gap, mean_error) = (softmax.stats.mean_gap + rounded, known.mean_error / softmax.divisor);
+        let scale = grad * (others * (1.0 + mean_gap) + (mean_gap - p[y] * gaps[y]).max(0.0));
+        let textbook = grad * (1.0 + p[y] * (gaps[y] + mean_gap));
+        whole.scale[y] += if self.is_standard() { scale.max(textbook) } else { scale } + others * moved.scale;
+        whole.floor[y] += grad
+            * (others * mean_error + (mean_error - p[y] * error).max(0.0) + p[y] * (known.offset + known.separate_sum))
+            + others * moved.floor;
+        let sum_of_others = softmax.stats.log_sum.exp() * others;
+        flushed[y] += grad * self.reference.shape().vocab as f64 + sum_of_others;
     }
 
     /// Bounds the gradients of policy and KL in a target's column, before `1/T`.
@@ -324,10 +413,17 @@ impl<'c> DlogitsCondition<'c> {
                 flushed[y] += sum_of_others * self.targets.len() as f64;
             }
         }
+        if let Some(kl) = self.kl {
+            self.add_kl(kl, columns, errors.as_deref(), (&mut whole, &mut flushed, &mut value));
+        }
         // The entropy bonus: C_E, without 1/T.
         if grad_entropy > 0.0 {
-            let mut spans =
-                if logp.divisor == entropy.divisor { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
+            let is_shared = logp.is_same_function(entropy);
+            let rounded = self.rounded_of_entropy;
+            let mut spans = if is_shared { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
+            let over_vocabulary = entropy.range == SoftmaxRange::Vocabulary;
+            let mean_error = if over_vocabulary { base.vocabulary.mean_error } else { base.mean_error };
+            let of_sum = if over_vocabulary { base.vocabulary.separate_sum } else { 0.0 };
             for span in &mut spans {
                 *span += entropy.stats.mean_gap;
             }
@@ -336,7 +432,7 @@ impl<'c> DlogitsCondition<'c> {
             }
             if let Some(errors) = &errors {
                 for (v, error) in errors.iter().enumerate() {
-                    let error = (error + base.mean_error) / entropy.divisor;
+                    let error = (error + mean_error) / entropy.divisor;
                     whole.floor[v] += grad_entropy * q[v] * (error * (1.0 + 2.0 * spans[v] + error) + base.spread);
                 }
             }
@@ -346,7 +442,7 @@ impl<'c> DlogitsCondition<'c> {
                 for v in 0..p.len() {
                     let (of_q, span) = (grad_entropy * q[v], spans[v]);
                     whole.scale[v] += of_q * (1.0 + span) * beside_gap.max(0.0);
-                    whole.floor[v] += of_q * base.offsets[1] * (span + beside_gap);
+                    whole.floor[v] += of_q * (base.offsets[1] + of_sum) * (span + beside_gap);
                 }
             }
             value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {

@@ -12,11 +12,11 @@ use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
-    ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
-    LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, TokenWeights, TopCovariance, TopEntropy,
-    Topr, TrustRegion, UnscoredWeight, Vespo,
+    ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
+    LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
+    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
+    TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 
 /// A named choice of one field of a spec.
@@ -61,6 +61,7 @@ pub fn variants() -> Vec<Variant> {
     let widths = ClipWidths { epsilon_low: 0.05, epsilon_high: 0.4 };
     let objective = Objective::Aspo(aspo(Some(widths)));
     all.extend(of("objective", vec![("aspo, selected", LossSpec { objective, ..plain() })]));
+    all.extend(of("support", kept_sets()));
     all
 }
 
@@ -400,6 +401,21 @@ fn supports() -> Vec<(&'static str, LossSpec)> {
     vec![
         ("vocab", with(Support { vocab: Some(30), ..Support::default() })),
         ("excluded_ids", with(Support { excluded_ids: vec![1, 7], ..Support::default() })),
-        ("keep_sampled", with(Support { vocab: Some(20), excluded_ids: vec![3], keep_sampled: true })),
+        ("keep_sampled", with(Support { vocab: Some(20), excluded_ids: vec![3], keep_sampled: true, kept: None })),
+    ]
+}
+
+fn kept_sets() -> Vec<(&'static str, LossSpec)> {
+    let with = |entropy, kl| LossSpec {
+        support: Support { kept: Some(KeptSupport { entropy, kl }), ..Support::default() },
+        kl: Some(Kl::plain(0.1, KlEstimator::K3)),
+        entropy_coef: 0.02,
+        ..plain()
+    };
+    let (set, vocabulary) = (SoftmaxRange::Set, SoftmaxRange::Vocabulary);
+    vec![
+        ("kept", with(set, set)),
+        ("kept, entropy: vocabulary", with(vocabulary, set)),
+        ("kept, kl: vocabulary", with(set, vocabulary)),
     ]
 }

@@ -82,6 +82,7 @@ impl Specimen {
         let computed = [
             (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo and none"),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
+            (spec.support.kept.is_none(), "support.kept", "none"),
         ];
         match computed.into_iter().find(|(computed, ..)| !computed) {
             Some((_, field, supported)) => refused(field, "the setting given".into(), supported),

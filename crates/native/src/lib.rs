@@ -6,7 +6,8 @@
 //! results have the same bits for any number of threads, in place or not, and on every instruction set. Dlogits below the normal
 //! numbers of f32, 1.2e-38, are 0.
 //!
-//! Extra memory is one f32 row per thread. Logits of masked tokens are not read.
+//! Extra memory is one f32 row per thread. Logits of masked tokens are not read, nor those outside of kept sets if all that is asked
+//! for is over the sets; these are gathered and computed in f64.
 
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
@@ -19,7 +20,7 @@ mod row;
 pub mod share;
 mod threads;
 
-use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
+use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0, s};
 
 use assay_algebra::family::KernelScope;
 use assay_algebra::loss::{LossEvaluator, ScoredToken, TokenEvaluation};
@@ -29,13 +30,17 @@ use assay_algebra::structure::{Structure, StructuredSpec, TokenInput};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, Metrics, OtherIds, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
+    kept_entries,
 };
 use assay_core::spec::{LossSpec, Objective};
 pub use assay_simd::{Isa, gemm};
 pub use cotangents::OutputCotangents;
 pub use lm_head::NativeHead;
 pub use row::NativeElement;
-use row::{LogitsRow, RowGradients, RowTransform, SavedExponentials, Scores, SoftmaxSettings, TokenIds};
+use row::{
+    KeptSettings, KeptToken, LogitsRow, RowGradients, RowTransform, SavedExponentials, SoftmaxSettings, TokenIds,
+    TokenScores,
+};
 use threads::{RowTask, over_threads};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
@@ -318,6 +323,8 @@ struct NativeBatch<'s> {
     softmaxes: SoftmaxSettings,
     ids: &'s Array2<i64>,
     others: Option<&'s OtherIds>,
+    /// The kept sets, `[B,T,K]`, if the spec has them, and what is not over them.
+    kept: Option<(ArrayView3<'s, i32>, KeptSettings)>,
     sequences: Vec<Sequence>,
     advantage: Array2<f64>,
     /// Advantage of each sequence, also of one without an unmasked token.
@@ -350,6 +357,7 @@ impl<'s> NativeBatch<'s> {
             // cotangent of entropy brings one even where the loss has no bonus.
             softmaxes: SoftmaxSettings::new(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
+            kept: tokens.extra.kept_ids.as_ref().and_then(|ids| Some((ids.view(), KeptSettings::from_spec(spec)?))),
             others: tokens.extra.others.as_ref(),
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
             sequences,
@@ -369,16 +377,16 @@ impl<'s> NativeBatch<'s> {
         self.logp_and_entropy(&self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row))))
     }
 
-    fn logp_and_entropy(&self, scores: &[Option<Scores>]) -> LogpEntropy {
-        let per_token = |value: fn(&Scores) -> f64| {
+    fn logp_and_entropy(&self, scores: &[Option<TokenScores>]) -> LogpEntropy {
+        let per_token = |value: fn(&TokenScores) -> f64| {
             let values = scores.iter().map(|scores| scores.as_ref().map_or(0.0, value) as f32).collect();
             Array2::from_shape_vec(self.ids.dim(), values).expect("one entry a token")
         };
         let there = scores.iter().enumerate().filter_map(|(i, scores)| Some((self.place(i), scores.as_ref()?)));
         LogpEntropy {
-            logp: per_token(|scores| scores.logp),
+            logp: per_token(TokenScores::logp),
             logp_of_others: self.other_ids_array(there.map(|(at, scores)| (at, scores.logp_of_others().collect()))),
-            entropy: per_token(|scores| scores.entropy),
+            entropy: per_token(TokenScores::entropy),
         }
     }
 
@@ -399,7 +407,7 @@ impl<'s> NativeBatch<'s> {
     }
 
     /// Arranges the evaluations of all tokens as `[B,T]`.
-    fn by_place(&self, evaluated: Vec<Option<(Scores, TokenEvaluation)>>) -> Array2<Option<TokenEvaluation>> {
+    fn by_place(&self, evaluated: Vec<Option<(TokenScores, TokenEvaluation)>>) -> Array2<Option<TokenEvaluation>> {
         let evaluated = evaluated.into_iter().map(|token| token.map(|(_, evaluated)| evaluated)).collect();
         Array2::from_shape_vec(self.ids.dim(), evaluated).expect("one entry a token")
     }
@@ -430,8 +438,11 @@ impl<'s> NativeBatch<'s> {
     }
 
     /// Scores rows, each with its position; masked rows are not read.
-    fn scores<'r, E: NativeElement>(&self, rows: impl Iterator<Item = (TokenPlace, &'r [E])>) -> Vec<Option<Scores>> {
-        let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
+    fn scores<'r, E: NativeElement>(
+        &self,
+        rows: impl Iterator<Item = (TokenPlace, &'r [E])>,
+    ) -> Vec<Option<TokenScores>> {
+        let score = |at, row| self.score(at, row);
         let score = &score;
         over_threads(
             rows.map(|(at, row)| -> RowTask<_> {
@@ -441,18 +452,18 @@ impl<'s> NativeBatch<'s> {
     }
 
     /// Evaluates the loss of every token from the scores of all tokens.
-    fn evaluated(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, TokenEvaluation)>> {
+    fn evaluated(&self, scores: &[Option<TokenScores>]) -> Vec<Option<(TokenScores, TokenEvaluation)>> {
         let loss = self.loss();
         let of_token = |(b, t): TokenPlace| scores[b * self.ids.ncols() + t].clone();
-        let mut all: Vec<Option<(Scores, TokenEvaluation)>> = scores.iter().map(|_| None).collect();
+        let mut all: Vec<Option<(TokenScores, TokenEvaluation)>> = scores.iter().map(|_| None).collect();
         // Sequence by sequence, since tokens of one may share a ratio.
         for sequence in &self.sequences {
             let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
-            let scored = |(at, scores): (TokenPlace, Scores)| {
+            let scored = |(at, scores): (TokenPlace, TokenScores)| {
                 let scored = self.scored(at, &scores);
                 ((at, scores), scored)
             };
-            let (places, there): (Vec<(TokenPlace, Scores)>, Vec<ScoredToken>) = there.map(scored).unzip();
+            let (places, there): (Vec<(TokenPlace, TokenScores)>, Vec<ScoredToken>) = there.map(scored).unzip();
             let evaluated = loss.evaluate(&there, |input, at| self.input(input, at).expect("the structure reads it"));
             for ((at @ (b, t), scores), mut evaluated) in places.into_iter().zip(evaluated) {
                 evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
@@ -465,7 +476,7 @@ impl<'s> NativeBatch<'s> {
     /// Writes the dlogits of rows whose loss is known, and zeros for masked tokens.
     fn write_rows<'r, E: NativeElement>(
         &self,
-        rows: impl Iterator<Item = (Option<&'r (Scores, TokenEvaluation)>, TokenPlace, LogitsRow<'r, E>)>,
+        rows: impl Iterator<Item = (Option<&'r (TokenScores, TokenEvaluation)>, TokenPlace, LogitsRow<'r, E>)>,
     ) {
         over_threads(rows.map(|(evaluated, at, mut row)| -> RowTask<()> {
             Box::new(move |_| match evaluated {
@@ -486,15 +497,20 @@ impl<'s> NativeBatch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            // The row is still in the cache when its dlogits are written.
-            let scores = self.softmaxes.score_and_save(&mut row, &self.ids(at), self.rate(at), saved);
+            // The row is still in the cache when its dlogits are written. Exponentials of a kept set are few, and none is saved.
+            let (scores, saved) = if self.kept.is_some() {
+                (self.score(at, row.logits()), None)
+            } else {
+                let scores = self.softmaxes.score_and_save(&mut row, &self.ids(at), self.rate(at), saved);
+                (TokenScores::Row(scores), Some(&*saved))
+            };
             let mut evaluated = loss
                 .evaluate(&[self.scored(at, &scores)], |input, at| {
                     self.input(input, at).expect("the structure reads it")
                 })
                 .pop()?;
             evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
-            self.write(&mut row, at, Some(saved), &scores, &evaluated);
+            self.write(&mut row, at, saved, &scores, &evaluated);
             Some(evaluated)
         };
         // Each row is one task: its dlogits belong to it alone, and the sums over rows are made afterwards in a fixed
@@ -526,9 +542,9 @@ impl<'s> NativeBatch<'s> {
         self.others.into_iter().flat_map(move |others| others.at(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
-    fn scored(&self, at: TokenPlace, scores: &Scores) -> ScoredToken {
+    fn scored(&self, at: TokenPlace, scores: &TokenScores) -> ScoredToken {
         let weighted = self.weights.token(self.advantage[at], at);
-        ScoredToken { weighted, logp: scores.logp, entropy: scores.entropy }
+        ScoredToken { weighted, logp: scores.logp(), kl_logp: scores.kl_logp(), entropy: scores.entropy() }
     }
 
     /// Writes the dlogits of an unmasked token, from the exponentials of its score unless other rows were scored in
@@ -538,7 +554,7 @@ impl<'s> NativeBatch<'s> {
         row: &mut LogitsRow<E>,
         at: TokenPlace,
         saved: Option<&SavedExponentials>,
-        scores: &Scores,
+        scores: &TokenScores,
         evaluated: &TokenEvaluation,
     ) {
         // Cotangents of other outputs are added to the derivatives of the loss.
@@ -549,7 +565,28 @@ impl<'s> NativeBatch<'s> {
             entropy: self.weights.entropy[at] * loss + beside(entropy),
             others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
         };
-        self.softmaxes.write(row, scores, saved, &grad);
+        match scores {
+            TokenScores::Row(scores) => self.softmaxes.write(row, scores, saved, &grad),
+            TokenScores::Kept(scores) => {
+                let token = self.kept_token(at).expect("scored by its kept set");
+                self.softmaxes.write_kept(row, &token, scores, &grad, evaluated.grad_kl_logp * loss);
+            }
+        }
+    }
+
+    /// Scores the row of an unmasked token, and saves nothing.
+    fn score<E: NativeElement>(&self, at: TokenPlace, row: &[E]) -> TokenScores {
+        match self.kept_token(at) {
+            Some(token) => self.softmaxes.score_kept(row, &token, self.rate(at)),
+            None => TokenScores::Row(self.softmaxes.score(row, &self.ids(at), self.rate(at))),
+        }
+    }
+
+    /// Returns a token with its kept set, if the spec has kept sets.
+    fn kept_token(&self, at: TokenPlace) -> Option<KeptToken> {
+        let (kept_ids, settings) = self.kept?;
+        let entries = kept_entries(&self.spec.support, kept_ids.slice(s![at.0, at.1, ..]), self.ids[at]);
+        Some(KeptToken { ids: self.ids(at), entries, settings })
     }
 
     fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> NativeOutputs {

@@ -7,8 +7,8 @@ use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, s};
 use rayon::prelude::*;
 
 use super::{
-    Isa, LogitsRow, LogpEntropy, NativeBatch, NativeOutputs, OutputCotangents, Scores, TokenEvaluation, TokenPlace,
-    expect_supported, gemm,
+    Isa, LogitsRow, LogpEntropy, NativeBatch, NativeOutputs, OutputCotangents, TokenEvaluation, TokenPlace,
+    TokenScores, expect_supported, gemm,
 };
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
@@ -216,9 +216,9 @@ impl<'p> HeadPass<'p> {
     }
 
     /// Scores every unmasked token, by one product.
-    fn scores(&mut self) -> Vec<Option<Scores>> {
+    fn scores(&mut self) -> Vec<Option<TokenScores>> {
         let HeadShape { batch, tokens, vocab, .. } = self.shape;
-        let mut scores: Array2<Option<Scores>> = Array2::from_elem((batch, tokens), None);
+        let mut scores: Array2<Option<TokenScores>> = Array2::from_elem((batch, tokens), None);
         for places in &self.chunks() {
             self.write_logits(&self.hidden_of(places));
             let rows = self.logits.chunks(vocab).zip(places).map(|(row, &at)| (at, row));

@@ -17,6 +17,7 @@ use super::{LogpEntropy, Native, NativeElement, NativeOutputs, OutputCotangents}
 use assay_core::implementation::RunError;
 use assay_core::problem::{
     Advantages, CuSeqlens, Extra, Float, OtherIds, Problem, ProblemError, Sequences, first_and_others, mask_from,
+    narrowed_kept_ids,
 };
 use assay_core::spec::{AdvantageLevel, LossSpec};
 
@@ -77,6 +78,8 @@ pub struct OpArguments<'a> {
     pub dentropy: Option<OpArray<'a>>,
     /// Temperatures, `[B,T]`, `[B,1]` or `[B]`.
     pub temperature: Option<OpArray<'a>>,
+    /// Kept sets of the tokens, `[B,T,K]` of integers, −1 for no entry.
+    pub kept_ids: Option<OpArray<'a>>,
 }
 
 /// The reason why an operation was refused. Nothing has been written.
@@ -287,6 +290,19 @@ impl<'s> Op<'s> {
         } else {
             (arguments.advantages_of(spec, &sequences, mask.ncols())?, None)
         };
+        // Ids beyond 32 bits are in no vocabulary, whose extent is not known yet.
+        let kept_ids = match &arguments.kept_ids {
+            Some(kept) => {
+                let wide: Array3<i64> = kept.integers("kept_ids", "[B,T,K]")?;
+                if (wide.dim().0, wide.dim().1) != mask.dim() {
+                    return Err(kept
+                        .wrong_rank("kept_ids", &format!("[B,T,K] with [B,T] = {:?} of `mask`", mask.shape()))
+                        .into());
+                }
+                Some(narrowed_kept_ids(&wide, &mask, 1 << 31)?)
+            }
+            None => None,
+        };
         // All numbers become f64. Extents and values are checked with the logits.
         let tokens = Problem {
             logits: (),
@@ -311,6 +327,7 @@ impl<'s> Op<'s> {
                     given => per_token("temperature", given)?,
                 },
                 others,
+                kept_ids,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

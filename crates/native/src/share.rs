@@ -13,18 +13,18 @@
 //! In statistics and scales, a logit `x` is the transformed logit over the transform's [`rate`], which is a part of `1/T`; without
 //! a transform it is the logit itself.
 
-use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis, s};
 
 use super::{
-    LogitsRow, Native, NativeBatch, NativeElement, OutputCotangents, ReductionWeights, RowTransform, SoftmaxSettings,
-    TokenEvaluation, rows_of, rows_of_mut,
+    KeptSettings, LogitsRow, Native, NativeBatch, NativeElement, OutputCotangents, ReductionWeights, RowTransform,
+    SoftmaxSettings, TokenEvaluation, rows_of, rows_of_mut,
 };
 use crate::row::DlogitsScales;
 use crate::threads::{RowTask, over_threads};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::{StructuredSpec, TokenInput};
 use assay_core::implementation::{RunError, Unsupported};
-use assay_core::problem::{ProblemError, Sequence, Shape};
+use assay_core::problem::{ProblemError, Sequence, Shape, check_kept_ids};
 use assay_core::spec::{LossSpec, Support, Temperature};
 
 /// Number of columns per token in the arrays that are handed over.
@@ -67,6 +67,7 @@ impl VocabShard<'_> {
             vocab: support.vocab.map(|vocab| vocab.saturating_sub(first)),
             excluded_ids: support.excluded_ids.iter().filter_map(|id| id.checked_sub(first)).collect(),
             keep_sampled: support.keep_sampled,
+            kept: support.kept,
         }
     }
 
@@ -155,6 +156,8 @@ pub struct ShareInputs<'a> {
     pub inputs: Vec<(TokenInput, ArrayView2<'a, f32>)>,
     /// Bias of each column, `[V]`, if the spec has one.
     pub bias: Option<ArrayView1<'a, f32>>,
+    /// Kept set of each token, `[B,T,K]`, if the spec has them.
+    pub kept_ids: Option<ArrayView3<'a, i32>>,
 }
 
 /// The logits and the dlogits of a device: one array, or two.
@@ -201,6 +204,7 @@ impl Native {
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
         // The support and the ids are counted from the shard's first column.
+        self.expect_no_kept(spec)?;
         let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
         let support = part.support(&spec.support);
         let (batch, length, vocab) = logits.dim();
@@ -240,6 +244,7 @@ impl Native {
         scales: ArrayView3<f32>,
     ) -> Result<(), RunError> {
         let (batch, length, vocab) = place.dlogits.dim();
+        self.expect_no_kept(spec)?;
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         // Column 3 of the scales is the mask: a masked token's rate may be anything, and is not checked.
         part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
@@ -290,6 +295,7 @@ impl Native {
             softmaxes,
             ids: &ids,
             others: None,
+            kept: weighed.kept_ids.and_then(|ids| Some((ids, KeptSettings::from_spec(spec)?))),
             // The caller adds up losses.
             advantage_of_rows: vec![0.0; sequences.len()],
             sequences,
@@ -321,6 +327,17 @@ impl Native {
             });
         });
         Ok(())
+    }
+
+    /// Checks that the softmax is over the same columns for all tokens: a shard knows no set of a token.
+    fn expect_no_kept(&self, spec: &LossSpec) -> Result<(), Unsupported> {
+        use assay_core::implementation::Implementation as _;
+        if !spec.reads_kept_ids() {
+            return Ok(());
+        }
+        let supported = "none where columns are cut over devices".into();
+        let given = "given".into();
+        Err(Unsupported { implementation: self.id().into(), field: "support.kept", given, supported })
     }
 
     fn softmaxes<E: NativeElement>(
@@ -386,6 +403,14 @@ impl ShareInputs<'_> {
 
     fn check(&self, spec: &LossSpec, vocab: usize) -> Result<(), ProblemError> {
         let ShareTokens { ids, mask } = self.tokens;
+        let kept = if spec.reads_kept_ids() {
+            let (batch, tokens) = mask.dim();
+            let kept = self.kept_ids.ok_or(ProblemError::NoKeptIds { batch, tokens })?;
+            check_kept_ids(kept, mask, vocab)?;
+            Some(kept).filter(|_| !spec.support.keep_sampled)
+        } else {
+            None
+        };
         // Only unmasked tokens are checked: others may hold anything.
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
             let id = ids[[b, t]].into();
@@ -394,6 +419,9 @@ impl ShareInputs<'_> {
             };
             if refused(&spec.support, target) {
                 return Err(ProblemError::IdOutsideSupport { b, t, k: None, id });
+            }
+            if kept.is_some_and(|kept| !kept.slice(s![b, t, ..]).iter().any(|kept| *kept == ids[[b, t]])) {
+                return Err(ProblemError::IdOutsideKept { b, t, k: None, id });
             }
             if let Some((_, rates)) = self.inputs.iter().find(|(input, _)| *input == TokenInput::Rate) {
                 check_rate(spec, (b, t), rates[[b, t]])?;

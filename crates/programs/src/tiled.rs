@@ -287,7 +287,17 @@ fn one_pass_core(
     let clipped_high = on.builder.compare(HloComparison::Less, zero, high);
     let reduced = if structure.kl_share() { column(on, results, ResultColumn::Reduced as usize) } else { loss };
     // The derivatives stay in the kernel.
-    let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
+    let token = TokenLoss {
+        loss,
+        reduced,
+        by_logp: None,
+        by_kl_logp: None,
+        by_log_ratio: None,
+        ratio,
+        kl,
+        clipped_low,
+        clipped_high,
+    };
     CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 

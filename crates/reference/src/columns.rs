@@ -2,6 +2,7 @@
 
 use super::logits_transform::TransformedLogits;
 use super::{ScaledSoftmax, Token};
+use assay_core::spec::SoftmaxRange;
 
 /// The transformed logits and the softmaxes of one token, over all vocabulary entries or a range of them.
 pub struct TokenColumns {
@@ -9,6 +10,8 @@ pub struct TokenColumns {
     logp: SoftmaxColumns,
     /// The softmax of the entropy; `None` if it equals that of logp.
     entropy: Option<SoftmaxColumns>,
+    /// The softmax of the KL penalty's log-probability; `None` if it equals that of logp.
+    kl: Option<SoftmaxColumns>,
 }
 
 /// A softmax over a range of vocabulary entries.
@@ -29,9 +32,16 @@ impl SoftmaxColumns {
 
 impl TokenColumns {
     pub(super) fn new(scaled: TransformedLogits, token: &Token) -> Self {
-        let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
-        let entropy = (logp.divisor != entropy.divisor).then(|| SoftmaxColumns::new(entropy, &scaled.logits));
-        Self { logp: SoftmaxColumns::new(logp, &scaled.logits), entropy, scaled }
+        let over = |softmax: &ScaledSoftmax| {
+            let logits = match (softmax.range, &scaled.over_vocabulary) {
+                (SoftmaxRange::Vocabulary, Some(logits)) => logits,
+                _ => &scaled.logits,
+            };
+            SoftmaxColumns::new(softmax, logits)
+        };
+        let logp = &token.logp_softmax;
+        let another = |softmax: &ScaledSoftmax| (!softmax.is_same_function(logp)).then(|| over(softmax));
+        Self { logp: over(logp), entropy: another(&token.entropy_softmax), kl: another(&token.kl_softmax), scaled }
     }
 
     /// Returns the first vocabulary entry of the range.
@@ -39,7 +49,8 @@ impl TokenColumns {
         self.scaled.first
     }
 
-    /// Returns the transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    /// Returns the transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the
+    /// support and the token's kept set.
     pub fn logits(&self) -> &[f64] {
         &self.scaled.logits
     }
@@ -62,5 +73,10 @@ impl TokenColumns {
     /// Returns `z` and `q` of the softmax that entropy is taken from.
     pub fn entropy(&self) -> &SoftmaxColumns {
         self.entropy.as_ref().unwrap_or(&self.logp)
+    }
+
+    /// Returns `z` and `p` of the softmax that the KL penalty's log-probability is taken from.
+    pub fn kl(&self) -> &SoftmaxColumns {
+        self.kl.as_ref().unwrap_or(&self.logp)
     }
 }

@@ -24,12 +24,16 @@ pub(super) struct LogpGradient {
 /// dx_j      = (Σ_k G_k · ∂ℓ_k/∂h_j + E · ∂H/∂h_j) · ∂h_j/∂x_j
 /// ```
 ///
+/// If the KL penalty reads a log-probability of another softmax than the ratio does, that one is a term like the others, with the
+/// probabilities of its softmax.
+///
 /// On an id's own column `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
 pub(super) fn dlogits_row(
     columns: &TokenColumns,
     token: &Token,
     of_logps: &[LogpGradient],
+    of_kl: &LogpGradient,
     grad_entropy: f64,
 ) -> Vec<f64> {
     // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
@@ -41,15 +45,20 @@ pub(super) fn dlogits_row(
         let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
         if grad_entropy == 0.0 { 0.0 } else { grad_entropy * of_entropy }
     };
+    let kl = &columns.kl().probabilities;
+    let y = columns.place_of(of_kl.id);
+    let kl_grad = |j: usize| if y == Some(j) { on_own(of_kl) } else { elsewhere(of_kl.grad, kl[j]) };
     let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / token.temperature() };
     let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.logp().probabilities, columns.entropy());
-    let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(elsewhere(sum, p) + entropy_grad(z, q));
-    let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();
+    let column = |(j, (&p, (&z, &q))): (usize, (&f64, (&f64, &f64)))| {
+        scaled(elsewhere(sum, p) + kl_grad(j) + entropy_grad(z, q))
+    };
+    let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).enumerate().map(column).collect();
     // On an id's column its own logp has 1 − p_y instead; an id may occur several times.
     for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
         let of_logp =
             |of: &LogpGradient| if columns.place_of(of.id) == Some(y) { on_own(of) } else { elsewhere(of.grad, p[y]) };
-        dlogits[y] = scaled(of_logps.iter().map(of_logp).sum::<f64>() + entropy_grad(z[y], q[y]));
+        dlogits[y] = scaled(of_logps.iter().map(of_logp).sum::<f64>() + kl_grad(y) + entropy_grad(z[y], q[y]));
     }
     // The chain rule through the transform of the logits.
     if let Some(slopes) = columns.slopes() {

@@ -20,7 +20,7 @@ pub(super) struct KlPiece {
 /// Returns the clamped difference `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
 fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::BoundedValue {
     let clamp = kl.difference_clamp.unwrap_or(f64::INFINITY);
-    held(inputs.ref_logp.unwrap_or(f64::NAN) - inputs.logp, -clamp, clamp)
+    held(inputs.ref_logp.unwrap_or(f64::NAN) - inputs.kl_logp, -clamp, clamp)
 }
 
 impl KlPiece {
@@ -67,6 +67,8 @@ impl KlPiece {
     ///                                     d/dℓ = q·(kl′ + kl)    q·kl′ alone beyond the clamp of the difference
     /// score:        kl                    d/dℓ = kl′ + kl        kl′ alone beyond the clamp of the difference
     /// ```
+    ///
+    /// Here `ℓ` is the penalty's own log-probability; `ρ`, `x` and the weight of `k2_weighted` are of the ratio's.
     pub(super) fn term(self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
         if inputs.ref_logp.is_none() {
             return Term::default();
@@ -92,7 +94,7 @@ impl KlPiece {
             }
             KlImportance::Rollout => match inputs.rollout_logp.filter(|logp| !logp.is_nan()) {
                 Some(rollout_logp) => {
-                    let q = (inputs.logp - rollout_logp).exp();
+                    let q = (inputs.kl_logp - rollout_logp).exp();
                     let by_logp = q * (by_logp + self.slope * value);
                     Term { value: q * value, by_logp, by_log_ratio: 0.0 }
                 }
@@ -116,10 +118,10 @@ impl KlPiece {
         // A straight-through gradient replaces the derivative, whatever the clamps.
         let by_logp = match kl.gradient {
             KlGradient::Own => own,
-            KlGradient::K2 => inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN),
+            KlGradient::K2 => inputs.kl_logp - inputs.ref_logp.unwrap_or(f64::NAN),
             KlGradient::K2Weighted(bound) => {
                 let weight = (inputs.logp - inputs.old_logp).exp().min(bound);
-                weight * (inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN))
+                weight * (inputs.kl_logp - inputs.ref_logp.unwrap_or(f64::NAN))
             }
         };
         Term { value: bound.unwrap_or(value), by_logp, by_log_ratio: 0.0 }

@@ -39,7 +39,8 @@ pub use token::{Term, TokenInputs};
 
 use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Sequence, Shape};
 use assay_core::spec::{
-    Averaging, DroppedTerm, LossSpec, LossTerms, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides,
+    Averaging, DroppedTerm, LossSpec, LossTerms, Objective, OldLogp, RatioLevel, Reduction, SoftmaxRange,
+    TemperatureDivides,
 };
 use gradient::LogpGradient;
 use logits_transform::TransformedLogits;
@@ -51,8 +52,17 @@ use selection::Sample;
 pub struct ScaledSoftmax {
     /// The divisor of the logits before the softmax, dimensionless.
     pub divisor: f64,
+    /// The entries that the softmax runs over; the set unless the token has a kept set and another softmax besides.
+    pub range: SoftmaxRange,
     /// The statistics of the divided logits.
     pub stats: Softmax,
+}
+
+impl ScaledSoftmax {
+    /// Whether this softmax and `other`, of the same token, are of the same logits and have the same divisor.
+    pub fn is_same_function(&self, other: &Self) -> bool {
+        self.divisor == other.divisor && self.range == other.range
+    }
 }
 
 /// Everything that the loss knows of one unmasked token.
@@ -65,8 +75,13 @@ pub struct Token {
     /// The softmax that `logp` is taken from.
     pub logp_softmax: ScaledSoftmax,
     /// The softmax that `entropy` is taken from, whose divisor is the token's temperature. It equals the other unless
-    /// the temperature divides the log-probability.
+    /// the temperature divides the log-probability, or entropy is over the vocabulary and `logp` over a kept set.
     pub entropy_softmax: ScaledSoftmax,
+    /// The softmax that the KL penalty's log-probability is taken from. It equals that of `logp` unless it is over the vocabulary and
+    /// that over a kept set.
+    pub kl_softmax: ScaledSoftmax,
+    /// The probability `1 − p_y` of the other entries in the KL penalty's softmax, summed over them.
+    pub kl_probability_of_others: f64,
     /// The probability of the other entries, `1 − p_y`, summed over them.
     pub probability_of_others: f64,
     /// The entropy `H` of the token's distribution, nats.
@@ -159,9 +174,13 @@ struct TokenScore {
     id: usize,
     logp_softmax: ScaledSoftmax,
     entropy_softmax: ScaledSoftmax,
+    kl_softmax: ScaledSoftmax,
     probability_of_others: f64,
+    kl_probability_of_others: f64,
     entropy: f64,
     logp: f64,
+    /// The log-probability that the KL penalty reads.
+    kl_logp: f64,
     /// The sum `Σ dlogp_k · ℓ_k` over the other ids.
     of_others: f64,
 }
@@ -169,9 +188,20 @@ struct TokenScore {
 impl TokenScore {
     /// Takes the score of a token that was evaluated before.
     fn from_token(token: &Token) -> Self {
-        let &Token { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, inputs, of_others, .. } =
-            token;
-        Self { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, logp: inputs.logp, of_others }
+        let &Token { at, id, logp_softmax, entropy_softmax, kl_softmax, inputs, .. } = token;
+        Self {
+            at,
+            id,
+            logp_softmax,
+            entropy_softmax,
+            kl_softmax,
+            probability_of_others: token.probability_of_others,
+            kl_probability_of_others: token.kl_probability_of_others,
+            entropy: token.entropy,
+            logp: inputs.logp,
+            kl_logp: inputs.kl_logp,
+            of_others: token.of_others,
+        }
     }
 }
 
@@ -261,8 +291,9 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
     // The transform of the logits depends on the id only through the support, which may keep it.
     let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
     let id = column(problem.ids[at]);
-    let logits = TransformedLogits::new(spec, problem, at, id, 0..problem.shape().vocab).logits;
-    let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::new(z) };
+    let TransformedLogits { logits, over_vocabulary, .. } =
+        TransformedLogits::new(spec, problem, at, id, 0..problem.shape().vocab);
+    let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, range: SoftmaxRange::Set, stats: Softmax::new(z) };
     let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
     let temperature = problem.tokens().temperature(spec, at);
@@ -278,6 +309,16 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
             let entropy = softmax(temperature, &divided(logits.clone(), temperature));
             (logits, logp, entropy, 1.0 / temperature)
         }
+    };
+    // Next to a softmax over a kept set, entropy and the KL penalty may have one over the vocabulary. The check of the spec lets it
+    // have no other divisor.
+    let vocabulary = over_vocabulary.map(|logits| divided(logits, temperature));
+    let whole = |z: &Vec<f64>| ScaledSoftmax { range: SoftmaxRange::Vocabulary, ..softmax(temperature, z) };
+    let entropy_softmax =
+        vocabulary.as_ref().filter(|_| spec.has_entropy_over_vocabulary()).map_or(entropy_softmax, whole);
+    let (kl_z, kl_softmax) = match vocabulary.as_ref().filter(|_| spec.has_kl_over_vocabulary()) {
+        Some(z) => (z, whole(z)),
+        None => (&z, logp_softmax),
     };
     // Further ids of the token are scored by the same softmax.
     let other = |(id, dlogp): (i64, f64)| {
@@ -296,9 +337,12 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
         id,
         logp_softmax,
         entropy_softmax,
+        kl_softmax,
         probability_of_others: logp_softmax.stats.probability_of_others(z[id]),
+        kl_probability_of_others: kl_softmax.stats.probability_of_others(kl_z[id]),
         entropy: entropy_softmax.stats.entropy(),
         logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
+        kl_logp: kl_softmax.stats.log_probability(kl_z[id]) * logp_factor,
         of_others: others.iter().map(|other| other.grad_logp * other.logp).collect::<Sum>().value(),
     };
     (scored, others)
@@ -351,6 +395,7 @@ fn join(
             let own_to_kl = spec.token_weights.is_some_and(|weights| weights.applies_to == LossTerms::PolicyAndKl);
             let inputs = TokenInputs {
                 logp: token.logp,
+                kl_logp: token.kl_logp,
                 old_logp: old_logp(place, token.logp),
                 ref_logp: spec.kl.as_ref().and(at(&problem.ref_logp, place)),
                 rollout_logp: if spec.weighs_kl_by_rollout() { at(&problem.extra.rollout_logp, place) } else { None },
@@ -378,7 +423,7 @@ fn join(
     }
     // Selections by covariance compare all tokens of the batch, so their inputs must be complete.
     select(spec, &mut tokens)?;
-    Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
+    Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, &scored, inputs, share))))
 }
 
 /// Returns `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a sequence, for the off-policy mask.
@@ -442,19 +487,21 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
 }
 
 /// Evaluates the terms of one token, without weights.
-fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f64) -> Token {
+fn evaluated(spec: &LossSpec, scored: &TokenScore, inputs: TokenInputs, share: f64) -> Token {
     // The smooth piece is found once, and every value and derivative is evaluated on it.
     let branch = Branch::at(spec, &inputs);
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
     let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    let TokenScore { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, of_others, .. } = scored;
+    let &TokenScore { at, id, logp_softmax, entropy_softmax, kl_softmax, entropy, of_others, .. } = scored;
     Token {
         at,
         id,
         logp_softmax,
         entropy_softmax,
-        probability_of_others,
+        kl_softmax,
+        probability_of_others: scored.probability_of_others,
+        kl_probability_of_others: scored.kl_probability_of_others,
         entropy,
         inputs,
         branch,
@@ -540,6 +587,11 @@ fn times_beta(beta: f64, term: f64) -> f64 {
 }
 
 impl Token {
+    /// Whether the KL penalty reads another log-probability than the ratio does.
+    pub fn has_separate_kl(&self) -> bool {
+        !self.kl_softmax.is_same_function(&self.logp_softmax)
+    }
+
     /// Returns the temperature `T` of this token.
     pub fn temperature(&self) -> f64 {
         self.entropy_softmax.divisor
@@ -627,13 +679,11 @@ impl Reference<'_> {
     /// w·policy_ℓ + w_kl·beta·kl_ℓ + ∂x/∂ℓ · share · Σ_u (w_u·policy_w + w_kl,u·beta·kl_w)
     /// ```
     ///
-    /// with the sum over the tokens that share the ratio: the row, or the token alone.
+    /// with the sum over the tokens that share the ratio: the row, or the token alone. The term of `kl_ℓ` is left to
+    /// [`grad_kl_logp`](Self::grad_kl_logp) if that log-probability is another.
     pub fn grad_logp(&self, token: &Token, branch: &Branch, coupling: f64) -> f64 {
         let policy = token.weight * branch.policy(self.spec, &token.inputs).by_logp;
-        let kl =
-            self.spec.kl.as_ref().map_or(0.0, |kl| {
-                token.kl_weight * times_beta(kl.beta, branch.kl(self.spec, kl, &token.inputs).by_logp)
-            });
+        let kl = if token.has_separate_kl() { 0.0 } else { self.kl_slope(token, branch) };
         // The path through the ratio: the token's own, or the sequence's with its share.
         let through_ratio = match self.spec.ratio.level {
             RatioLevel::Token => branch.slope * self.by_log_ratio(token, branch),
@@ -643,12 +693,27 @@ impl Reference<'_> {
         policy + kl + through_ratio
     }
 
+    /// Returns `∂loss/∂ℓ` of the KL penalty's own log-probability, if the token were on `branch`: `w_kl·beta·kl_ℓ`; 0 if that is the
+    /// token's only log-probability.
+    pub fn grad_kl_logp(&self, token: &Token, branch: &Branch) -> f64 {
+        if token.has_separate_kl() { self.kl_slope(token, branch) } else { 0.0 }
+    }
+
+    /// Returns `w_kl·beta·kl_ℓ`.
+    fn kl_slope(&self, token: &Token, branch: &Branch) -> f64 {
+        self.spec
+            .kl
+            .as_ref()
+            .map_or(0.0, |kl| token.kl_weight * times_beta(kl.beta, branch.kl(self.spec, kl, &token.inputs).by_logp))
+    }
+
     /// Whether any dlogit of a token differs from 0, apart from entries of probability 0.
     pub fn has_gradient(&self, token: &Token) -> bool {
         // A gradient of a logp reaches no logit if its id has all of the probability.
         let first = (self.grad_logp(token, &token.branch, token.coupling), token.probability_of_others);
+        let of_kl = (self.grad_kl_logp(token, &token.branch), token.kl_probability_of_others);
         let others = self.others(token).iter().map(|other| (other.grad_logp, other.probability_of_others));
-        std::iter::once(first).chain(others).any(|(grad, others)| grad != 0.0 && others > 0.0)
+        [first, of_kl].into_iter().chain(others).any(|(grad, others)| grad != 0.0 && others > 0.0)
             || token.grad_entropy != 0.0
     }
 
@@ -661,15 +726,16 @@ impl Reference<'_> {
     pub fn dlogits_columns(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         match self.token(b, t) {
             Some(token) => {
-                let grad_logp = self.grad_logp(token, &token.branch, token.coupling);
-                self.dlogits_of(&self.columns(b, t, token, columns), token, grad_logp)
+                let grads =
+                    [self.grad_logp(token, &token.branch, token.coupling), self.grad_kl_logp(token, &token.branch)];
+                self.dlogits_of(&self.columns(b, t, token, columns), token, grads)
             }
             None => vec![0.0; columns.len()],
         }
     }
 
-    /// Returns the dlogits of a token's `columns`, if its `∂loss/∂ℓ` were `grad_logp`.
-    pub fn dlogits_of(&self, columns: &TokenColumns, token: &Token, grad_logp: f64) -> Vec<f64> {
+    /// Returns the dlogits of a token's `columns`, if its `∂loss/∂ℓ` and that of the KL penalty's own log-probability were these.
+    pub fn dlogits_of(&self, columns: &TokenColumns, token: &Token, [grad_logp, grad_kl]: [f64; 2]) -> Vec<f64> {
         let first = LogpGradient { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
         let other = |&OtherLogp { id, probability_of_others, grad_logp, .. }: &OtherLogp| LogpGradient {
             id,
@@ -677,7 +743,8 @@ impl Reference<'_> {
             grad: grad_logp,
         };
         let of_logps: Vec<LogpGradient> = std::iter::once(first).chain(self.others(token).iter().map(other)).collect();
-        gradient::dlogits_row(columns, token, &of_logps, token.grad_entropy)
+        let of_kl = LogpGradient { id: token.id, probability_of_others: token.kl_probability_of_others, grad: grad_kl };
+        gradient::dlogits_row(columns, token, &of_logps, &of_kl, token.grad_entropy)
     }
 
     /// Returns the first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or
@@ -689,7 +756,8 @@ impl Reference<'_> {
     /// Whether all values of a token are finite.
     pub fn finite(&self, token: &Token) -> bool {
         let grad = self.grad_logp(token, &token.branch, token.coupling);
-        [token.inputs.logp, token.entropy, token.token_loss, grad].iter().all(|x| x.is_finite())
+        let of_kl = self.grad_kl_logp(token, &token.branch);
+        [token.inputs.logp, token.entropy, token.token_loss, grad, of_kl].iter().all(|x| x.is_finite())
     }
 
     /// Returns the log-probabilities of each token's ids after its first, `[B,T,K−1]`, nats, 0 if it is masked; `None`

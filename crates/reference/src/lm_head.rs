@@ -143,6 +143,7 @@ impl<'p> HeadReference<'p> {
             let token = reference.token(n / self.shape.tokens, n % self.shape.tokens);
             token.is_some_and(|token| {
                 reference.grad_logp(token, &token.branch, token.coupling) != 0.0
+                    || reference.grad_kl_logp(token, &token.branch) != 0.0
                     || reference.others(token).iter().any(|other| other.grad_logp != 0.0)
                     || token.grad_entropy != 0.0
             })

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use ndarray::s;
+
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
@@ -9,8 +11,11 @@ use assay_core::spec::LossSpec;
 pub(super) struct TransformedLogits {
     /// The first vocabulary entry of the range.
     pub(super) first: usize,
-    /// The transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    /// The transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support, and outside the
+    /// token's kept set if the spec has kept sets.
     pub(super) logits: Vec<f64>,
+    /// The same without regard to the kept set; `None` if the spec has none.
+    pub(super) over_vocabulary: Option<Vec<f64>>,
     /// The derivatives `∂h_j/∂x_j`; `None` if all are 1.
     pub(super) slopes: Option<Vec<f64>>,
 }
@@ -56,6 +61,17 @@ impl TransformedLogits {
             (vocab..problem.shape().vocab).for_each(&mut exclude);
         }
         spec.support.excluded_ids.iter().for_each(|&j| exclude(j));
-        Self { first, logits, slopes }
+        // A kept set leaves out all other entries of this one token.
+        let mut over_vocabulary = None;
+        if let (Some(_), Some(kept)) = (spec.support.kept, &problem.extra.kept_ids) {
+            let mut inside = vec![false; logits.len()];
+            let ids = kept.slice(s![b, t, ..]).into_iter().filter_map(|&kept| usize::try_from(kept).ok());
+            for j in ids.chain(std::iter::once(id)).filter(|j| columns.contains(j)) {
+                inside[j - first] = true;
+            }
+            over_vocabulary = Some(logits.clone());
+            logits.iter_mut().zip(inside).filter(|(_, inside)| !inside).for_each(|(x, _)| *x = f64::NEG_INFINITY);
+        }
+        Self { first, logits, over_vocabulary, slopes }
     }
 }

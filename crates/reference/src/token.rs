@@ -9,6 +9,8 @@ use assay_core::spec::LossSpec;
 pub struct TokenInputs {
     /// The current log-probability `ℓ`, nats.
     pub logp: f64,
+    /// The current log-probability that the KL penalty reads, nats; equal to `logp` unless the penalty has a softmax of its own.
+    pub kl_logp: f64,
     /// The old log-probability, nats; equal to `logp` under [`OldLogp::Current`](assay_core::spec::OldLogp::Current).
     pub old_logp: f64,
     /// The log-probability under the reference policy, nats; `None` without a KL term.

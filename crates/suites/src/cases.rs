@@ -9,11 +9,11 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, Divergence, Dro, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective,
-    OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
-    TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, Divergence, Dro, ImportanceSampling, KeptSupport, Kl,
+    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio,
+    Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support,
+    Temperature, TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -405,6 +405,35 @@ pub fn changed_logits() -> BoxedStrategy<(LogitsTransform, Support)> {
     (logits_transform(), support()).boxed()
 }
 
+/// Specs with kept sets: any loss, with entropy and KL penalty over the sets or the vocabulary.
+///
+/// ```
+/// use assay_suites::cases;
+/// use proptest::prelude::*;
+///
+/// proptest!(|(spec in cases::any_kept_spec())| {
+///     prop_assert!(spec.reads_kept_ids() && spec.check().is_ok());
+/// });
+/// ```
+pub fn any_kept_spec() -> BoxedStrategy<LossSpec> {
+    let range = || select(vec![SoftmaxRange::Set, SoftmaxRange::Vocabulary]);
+    (any_spec(), range(), range(), any::<bool>())
+        .prop_map(|(mut spec, entropy, kl, keep_sampled)| {
+            // What one softmax of each kind does not cover is refused by the spec's own check.
+            let divides_logp =
+                spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
+            let by_token_ratio = spec.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::TokenRatio);
+            let only_set = |range: SoftmaxRange, refused: bool| if refused { SoftmaxRange::Set } else { range };
+            spec.support.kept = Some(KeptSupport {
+                entropy: only_set(entropy, divides_logp),
+                kl: only_set(kl, divides_logp || by_token_ratio),
+            });
+            spec.support.keep_sampled = keep_sampled && spec.ids_per_token == 1;
+            spec
+        })
+        .boxed()
+}
+
 fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
     (select(vec![1.0, 0.5, 1.7]), option(5.0..50.0_f64), any::<bool>())
         .prop_map(|(scale, softcap, bias)| LogitsTransform { scale, softcap, bias })
@@ -415,6 +444,7 @@ fn support() -> impl Strategy<Value = Support> {
         vocab,
         excluded_ids,
         keep_sampled: true,
+        kept: None,
     })
 }
 

@@ -160,7 +160,7 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         advantages: ADVANTAGES[advantages],
         old_logp: OLD_LOGPS[old_logp],
         logits: LogitsTransform { scale, softcap, bias },
-        support: Support { vocab: None, excluded_ids: (0..left_out).collect(), keep_sampled: left_out > 0 },
+        support: Support { excluded_ids: (0..left_out).collect(), keep_sampled: left_out > 0, ..Support::default() },
         temperature: TEMPERATURES[temperature].0,
         temperature_divides: TEMPERATURES[temperature].1,
         kl,

@@ -10,7 +10,7 @@ pub mod peers;
 pub mod sampler;
 pub mod supported;
 
-use proptest::strategy::{Strategy, ValueTree};
+use proptest::strategy::{BoxedStrategy, Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use assay_core::problem::{Dtype, HeadShape};
@@ -34,6 +34,18 @@ pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(rng([seed, 0]), cases::any_recipe())
 }
 
+/// Random specs with kept sets and recipes without end; the same `seed` gives the same ones.
+///
+/// ```
+/// use assay_suites::{SEED, kept_cases};
+///
+/// let (spec, recipe) = kept_cases(SEED).next().unwrap();
+/// assert!(recipe.problem(&spec).unwrap().extra.kept_ids.is_some());
+/// ```
+pub fn kept_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn_of(rng([seed, 64]), cases::any_kept_spec(), cases::any_recipe())
+}
+
 /// The random cases that `worst_seen` is measured on.
 pub(crate) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_recipe())
@@ -53,8 +65,16 @@ fn rng(seed: [u64; 2]) -> TestRng {
 }
 
 fn drawn<R: Strategy>(rng: TestRng, recipe: R) -> impl Iterator<Item = (LossSpec, R::Value)> {
+    drawn_of(rng, cases::any_spec(), recipe)
+}
+
+fn drawn_of<R: Strategy>(
+    rng: TestRng,
+    spec: BoxedStrategy<LossSpec>,
+    recipe: R,
+) -> impl Iterator<Item = (LossSpec, R::Value)> {
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    let random = (cases::any_spec(), recipe);
+    let random = (spec, recipe);
     std::iter::from_fn(move || Some(random.new_tree(&mut runner).expect("no filter rejects").current()))
 }
 

@@ -15,7 +15,7 @@ fn refusals(id: &str) -> BTreeSet<&'static str> {
     let of_rows = ["objective", "off_policy_mask", "ratio.level"];
     let mut all: BTreeSet<&str> = of_batch.into();
     if id != "native" {
-        all.insert("objective.importance_sampling.empty_rows");
+        all.extend(["objective.importance_sampling.empty_rows", "support.kept"]);
     }
     if id.starts_with("tile-one-pass") {
         all.extend(of_rows);

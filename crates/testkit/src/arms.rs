@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 use assay_core::problem::Dtype;
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
-    ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
-    LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, TokenWeights, TopCovariance, TopEntropy,
-    Topr, TrustRegion, UnscoredWeight, Vespo,
+    ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
+    LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
+    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
+    TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -64,6 +64,13 @@ impl Arms {
         choose!(self, field, x == neutral, { true => "neutral", false => "another" });
     }
 
+    fn range(&mut self, field: &str, range: SoftmaxRange) {
+        choose!(self, field, range, {
+            SoftmaxRange::Set => "set",
+            SoftmaxRange::Vocabulary => "vocabulary",
+        });
+    }
+
     /// Records the choices that `spec` makes.
     pub fn spec(&mut self, spec: &LossSpec) {
         let LossSpec {
@@ -72,7 +79,7 @@ impl Arms {
             advantages,
             old_logp,
             logits: LogitsTransform { scale: logits_scale, softcap, bias },
-            support: Support { vocab, excluded_ids, keep_sampled },
+            support: Support { vocab, excluded_ids, keep_sampled, kept },
             temperature,
             temperature_divides,
             rollout,
@@ -106,6 +113,11 @@ impl Arms {
         self.option("support.vocab", vocab.as_ref());
         self.flag("support.excluded_ids", !excluded_ids.is_empty());
         self.flag("support.keep_sampled", *keep_sampled);
+        self.option("support.kept", kept.as_ref());
+        if let Some(KeptSupport { entropy, kl }) = kept {
+            self.range("support.kept.entropy", *entropy);
+            self.range("support.kept.kl", *kl);
+        }
         choose!(self, "temperature", temperature, {
             Temperature::Number(1.0) => "neutral",
             Temperature::Number(_) => "another",

@@ -28,7 +28,7 @@ extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
 }
 
 /// `logits, ids, mask, advantages, weights`, where the attribute `sequences` is `packed` `segment_ids`, and what else the spec reads,
-/// `bias` last, to `dlogits`, which may be over the logits, and `results`.
+/// then `kept_ids`, `bias` last, to `dlogits`, which may be over the logits, and `results`.
 extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, handle_loss) }
@@ -155,7 +155,10 @@ fn handle_loss(call: &Call) -> Result<(), String> {
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
         let bias = bias(&spec, &mut rest)?;
-        // Optional arguments follow the fixed ones in this order: segment ids, the inputs of the spec, the bias.
+        // Optional arguments follow the fixed ones in this order: segment ids, the inputs of the spec, kept sets, the bias.
+        let kept =
+            spec.reads_kept_ids().then(|| rest.pop().ok_or("`kept_ids`: not given, expected [B,T,K]")).transpose()?;
+        let kept_ids = kept.map(|kept| kept.view::<i32, Ix3>("kept_ids")).transpose()?;
         let segment_ids = match call.text("sequences")? {
             "packed" if rest.is_empty() => return Err("`segment_ids`: not given, expected [B,T]".into()),
             "packed" => Some(rest.remove(0).view::<i32, Ix2>("segment_ids")?),
@@ -180,9 +183,12 @@ fn handle_loss(call: &Call) -> Result<(), String> {
             expect_shape(name, given, &[b, t])?;
         }
         expect_shape("weights", weights.shape(), &[b, t, 3])?;
+        if let Some(kept) = &kept_ids {
+            expect_shape("kept_ids", kept.shape(), &[b, t, kept.dim().2])?;
+        }
         expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
         let tokens = ShareTokens { ids, mask: mask.view() };
-        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias };
+        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias, kept_ids };
         Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use assay_core::problem::{Advantages, OtherIds, Problem};
+use assay_core::problem::{Advantages, NO_ENTRY, OtherIds, Problem};
 use assay_core::spec::{Aspo, Cispo, LossSpec, Objective, PpoClip};
 use assay_judge::generate::{RecipeError, Regime};
 
@@ -208,6 +208,9 @@ fn put_ids_into_the_vocabulary(tokens: &mut Problem<()>) {
                 *id = 0;
             }
         }
+    }
+    if let Some(kept) = &mut extra.kept_ids {
+        kept.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = NO_ENTRY);
     }
 }
 

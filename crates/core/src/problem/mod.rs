@@ -3,6 +3,7 @@
 //! Notation: `B` sequences of `T` tokens over a vocabulary of `V` entries; `u` is a dtype's unit roundoff. If `S` sequences are
 //! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and an array with one value per sequence is `[S]`.
 
+mod kept;
 mod lm_head;
 mod other_ids;
 mod outcome;
@@ -13,9 +14,10 @@ mod shape;
 use std::fmt;
 use std::str::FromStr;
 
-use ndarray::{Array1, Array2, Ix3};
+use ndarray::{Array1, Array2, Array3, Ix3, s};
 
 pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
+pub use kept::{NO_ENTRY, check_kept_ids, kept_entries, narrowed_kept_ids};
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use other_ids::OtherIds;
 pub use outcome::{Candidate, Gradient, HeadCandidate, HeadGradient, HeadGradientView, Metrics, Outcome, joined};
@@ -109,6 +111,9 @@ pub struct Extra {
     pub temperature: Option<Array2<f64>>,
     /// The ids of each token after its first, if the spec has several [ids per token](LossSpec::ids_per_token).
     pub others: Option<OtherIds>,
+    /// The vocabulary entries that the sampler has kept for each token, `[B,T,K]`, in any order; −1 at the places of a set
+    /// of fewer than `K`. Any values are allowed where the mask is false.
+    pub kept_ids: Option<Array3<i32>>,
 }
 
 /// The advantages of a batch, dimensionless, in one of three forms.
@@ -280,6 +285,60 @@ pub enum ProblemError {
     /// A sampled token is outside the spec's support.
     #[error("`ids[{b},{t}{}]`: got {id}, expected an id within `support`{}", id_index(*.k), or_kept(*.k))]
     IdOutsideSupport {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the id, if a token has several.
+        k: Option<usize>,
+        /// The id that was given.
+        id: i64,
+    },
+    /// A kept id is outside the vocabulary on an unmasked token.
+    #[error(
+        "`kept_ids[{b},{t},{k}]`: got {id}, expected 0 ≤ id < V = {vocab}, or −1 for no entry, on an unmasked token"
+    )]
+    KeptIdOutOfRange {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the id in the set.
+        k: usize,
+        /// The id that was given.
+        id: i64,
+        /// The size of the vocabulary, `V`.
+        vocab: usize,
+    },
+    /// The spec has kept sets and the problem has none.
+    #[error("`kept_ids`: not given, expected [{batch}, {tokens}, K] because the spec has `support.kept`")]
+    NoKeptIds {
+        /// The number of sequences, `B`.
+        batch: usize,
+        /// The number of tokens per sequence, `T`.
+        tokens: usize,
+    },
+    /// An id is twice in the kept set of an unmasked token.
+    #[error("`kept_ids[{b},{t},{k}]`: got {id}, expected an id that is not at `kept_ids[{b},{t},{first}]` too")]
+    KeptTwice {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the second place of the id in the set.
+        k: usize,
+        /// The id that was given.
+        id: i32,
+        /// The index of the first place of the id in the set.
+        first: usize,
+    },
+    /// A sampled token is outside its kept set.
+    #[error(
+        "`ids[{b},{t}{}]`: got {id}, expected an id within the token's `kept_ids`, a mask of 0{}",
+        id_index(*.k),
+        or_kept(*.k)
+    )]
+    IdOutsideKept {
         /// The sequence of the token.
         b: usize,
         /// The position of the token.
@@ -495,9 +554,13 @@ impl Tokens<'_> {
         let of_tokens = self.advantages_of_tokens();
         self.expect_finite(advantages, |b, t| of_tokens[[b, t]])?;
         self.check_others(spec, shape)?;
+        self.check_kept(spec, shape)?;
         // Ids are checked last: inside the vocabulary, and inside the support unless the sampled id is put back.
-        let outside =
-            |id: usize| spec.support.vocab.is_some_and(|vocab| id >= vocab) || spec.support.excluded_ids.contains(&id);
+        let outside = |id: usize| !spec.support.has(id);
+        let kept_ids = self.extra.kept_ids.as_ref().filter(|_| spec.reads_kept_ids());
+        let outside_kept = |at: (usize, usize), id: i64| {
+            kept_ids.is_some_and(|kept| !kept.slice(s![at.0, at.1, ..]).iter().any(|kept| i64::from(*kept) == id))
+        };
         let others = self.extra.others.as_ref();
         for ((b, t), &first) in self.ids.indexed_iter().filter(|(at, _)| self.mask[*at]) {
             let ids =
@@ -509,6 +572,9 @@ impl Tokens<'_> {
                     None => return Err(ProblemError::IdOutOfRange { b, t, k, id, vocab: shape.vocab }),
                     Some(column) if outside(column) && !kept => {
                         return Err(ProblemError::IdOutsideSupport { b, t, k, id });
+                    }
+                    Some(_) if !kept && outside_kept((b, t), id) => {
+                        return Err(ProblemError::IdOutsideKept { b, t, k, id });
                     }
                     Some(_) => {}
                 }

@@ -1,11 +1,12 @@
 //! Parts of a problem: some of its sequences, tokens, vocabulary entries and hidden units.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use ndarray::{Array1, Array2, Array3, Axis, Ix3};
 
 use super::{
-    Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, OtherIds, Problem, Projection, Sequences,
+    Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, OtherIds, Problem, Projection, Sequences, kept,
 };
 
 /// The indices of a part of a problem, in the order in which the part has them.
@@ -119,6 +120,7 @@ impl<L> Problem<L> {
             dentropy,
             temperature,
             others,
+            kept_ids,
         } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
         // Arrays that may have one value per sequence keep that form.
@@ -152,6 +154,7 @@ impl<L> Problem<L> {
                 others: others
                     .as_ref()
                     .map(|OtherIds { ids, dlogp }| OtherIds { ids: places.several(ids), dlogp: places.several(dlogp) }),
+                kept_ids: kept_ids.as_ref().map(|kept| places.several(kept)),
             },
         }
     }
@@ -175,6 +178,11 @@ impl<L> Problem<L> {
         let renamed = |id: i64| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column"));
         problem.ids.mapv_inplace(renamed);
         problem.mask.zip_mut_with(&problem.ids, |counts, id| *counts &= *id >= 0);
+        // A kept set has the entries that are left.
+        if let Some(kept) = &mut problem.extra.kept_ids {
+            let places: HashMap<usize, usize> = part.columns.iter().enumerate().map(|(new, old)| (*old, new)).collect();
+            *kept = kept::renumbered(kept, |id| places.get(&id).copied());
+        }
         // A token needs all of its ids to count.
         if let Some(others) = &mut problem.extra.others {
             others.ids.mapv_inplace(renamed);

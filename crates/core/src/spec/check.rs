@@ -1,9 +1,9 @@
 //! The check of a spec: ranges of numbers, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, OutOfBounds, PpoClip, Ratio, RatioLevel,
-    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
-    Temperature, TemperatureDivides, UnscoredWeight,
+    AdvantageLevel, Averaging, KeptSupport, Kl, KlGradient, KlImportance, LossSpec, Objective, OldLogp, OutOfBounds,
+    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, SoftmaxRange, Temperature, TemperatureDivides, UnscoredWeight,
 };
 use crate::text::ShownNumber;
 
@@ -90,6 +90,7 @@ impl LossSpec {
         ensure(scales, "logits.scale", ShownNumber(logits.scale), "a finite number other than 0")?;
         positive_or_none("logits.softcap", logits.softcap)?;
         ensure(support.vocab != Some(0), "support.vocab", 0, "an integer ≥ 1")?;
+        self.check_kept()?;
         // Corrections for the sampler, and masks.
         if let Some(rollout) = &self.rollout {
             rollout.check()?;
@@ -132,6 +133,22 @@ impl LossSpec {
         )?;
         self.averaging().check()?;
         positive("scale", self.scale)
+    }
+
+    /// Checks that what is taken over the whole vocabulary, next to a log-probability over kept sets, is computed.
+    fn check_kept(&self) -> CheckResult {
+        let Some(KeptSupport { entropy, kl }) = self.support.kept else { return Ok(()) };
+        let vocabulary = "vocabulary";
+        // A second softmax of another set and a second one of another divisor would be three.
+        let one_divisor =
+            self.temperature_divides == TemperatureDivides::Logits || self.temperature == Temperature::ONE;
+        let expected = "set with `temperature_divides: logp`";
+        ensure(entropy == SoftmaxRange::Set || one_divisor, "support.kept.entropy", vocabulary, expected)?;
+        ensure(kl == SoftmaxRange::Set || one_divisor, "support.kept.kl", vocabulary, expected)?;
+        // This weight is of the ratio, whose log-probability is of the set, and is differentiated with the penalty.
+        let by_token_ratio = self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::TokenRatio);
+        let expected = "set with `kl.importance: token_ratio`";
+        ensure(kl == SoftmaxRange::Set || !by_token_ratio, "support.kept.kl", vocabulary, expected)
     }
 
     fn check_objective(&self) -> CheckResult {

@@ -1,11 +1,11 @@
 //! The description of a spec in words and formulas, with its numbers inserted.
 
 use super::{
-    AdvantageLevel, Averaging, Divergence, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform,
-    LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Support, Temperature, TemperatureDivides, TokenWeights, TopEntropy, TrustRegion,
-    UnscoredWeight,
+    AdvantageLevel, Averaging, Divergence, DroppedTerm, KeptSupport, Kl, KlEstimator, KlGradient, KlImportance,
+    LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
+    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
+    TopEntropy, TrustRegion, UnscoredWeight,
 };
 
 /// Returns the symbol of the log-probability that a ratio is taken against.
@@ -201,6 +201,16 @@ impl Support {
         }
         if !self.excluded_ids.is_empty() {
             text += &format!(", without {} ids", self.excluded_ids.len());
+        }
+        if let Some(KeptSupport { entropy, kl }) = self.kept {
+            text += ", over each token's kept_ids";
+            let whole: Vec<&str> = [("entropy", entropy), ("kl", kl)]
+                .into_iter()
+                .filter_map(|(name, range)| (range == SoftmaxRange::Vocabulary).then_some(name))
+                .collect();
+            if !whole.is_empty() {
+                text += &format!(", {} over the vocabulary", whole.join(" and "));
+            }
         }
         if !self.is_whole() && self.keep_sampled {
             text += ", the sampled id kept";

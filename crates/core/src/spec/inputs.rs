@@ -1,6 +1,6 @@
 //! The optional inputs of a batch that a loss reads.
 
-use super::{KlImportance, LossSpec, Objective, OldLogp, PositiveTokens, RolloutSource, RolloutWeights};
+use super::{KlImportance, LossSpec, Objective, OldLogp, PositiveTokens, RolloutSource, RolloutWeights, SoftmaxRange};
 
 impl LossSpec {
     /// Whether the loss reads the problem's `old_logp`.
@@ -42,6 +42,21 @@ impl LossSpec {
             | Objective::Dro(_)
             | Objective::None => false,
         }
+    }
+
+    /// Whether the loss reads the problem's `kept_ids`.
+    pub fn reads_kept_ids(&self) -> bool {
+        self.support.kept.is_some()
+    }
+
+    /// Whether the KL penalty compares the log-probability over the whole vocabulary, and the ratio that over a kept set.
+    pub fn has_kl_over_vocabulary(&self) -> bool {
+        self.kl.is_some() && self.support.kept.is_some_and(|kept| kept.kl == SoftmaxRange::Vocabulary)
+    }
+
+    /// Whether entropy is that of the softmax over the whole vocabulary, and the log-probability over a kept set.
+    pub fn has_entropy_over_vocabulary(&self) -> bool {
+        self.support.kept.is_some_and(|kept| kept.entropy == SoftmaxRange::Vocabulary)
     }
 
     /// Whether the KL penalty is weighted by the ratio of the current policy to the sampler's.

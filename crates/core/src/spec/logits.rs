@@ -43,11 +43,54 @@ pub struct Support {
     /// Whether a sampled id outside the support is put back for its own token (Unsloth); otherwise such an id is an
     /// error.
     pub keep_sampled: bool,
+    /// Whether the problem has a [kept set](crate::problem::KeptSets) of each token, its `kept_ids`, outside of which an
+    /// entry has probability 0; `None` means that it has not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept: Option<KeptSupport>,
+}
+
+/// The softmaxes of a batch whose sampler has kept a set of vocabulary entries for each token, as top-k and top-p do.
+///
+/// Log-probability and ratio are of the softmax over the token's set: its `kept_ids` that are in the rest of the [`Support`].
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::spec::{KeptSupport, LossSpec, SoftmaxRange, Support};
+///
+/// let kept = KeptSupport { entropy: SoftmaxRange::Vocabulary, ..KeptSupport::default() };
+/// let spec = LossSpec { support: Support { kept: Some(kept), ..Support::default() }, ..LossSpec::default() };
+/// assert!(spec.describe().contains("over each token's kept_ids, entropy over the vocabulary"));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct KeptSupport {
+    /// The softmax whose entropy is computed.
+    pub entropy: SoftmaxRange,
+    /// The softmax whose log-probability the KL penalty compares with `ref_logp`.
+    pub kl: SoftmaxRange,
+}
+
+/// The vocabulary entries that a softmax runs over, if the sampler has kept a set of them for each token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum SoftmaxRange {
+    /// The token's set.
+    #[default]
+    Set,
+    /// The support without regard to the set: the whole vocabulary, less what `vocab` and `excluded_ids` leave out.
+    Vocabulary,
 }
 
 impl Support {
-    /// Whether every vocabulary entry is in the support.
+    /// Whether every vocabulary entry is in the support of every token.
     pub fn is_whole(&self) -> bool {
-        self.vocab.is_none() && self.excluded_ids.is_empty()
+        self.vocab.is_none() && self.excluded_ids.is_empty() && self.kept.is_none()
+    }
+
+    /// Whether the vocabulary entry `id` is in the support, kept sets aside.
+    pub fn has(&self, id: usize) -> bool {
+        self.vocab.is_none_or(|vocab| id < vocab) && !self.excluded_ids.contains(&id)
     }
 }

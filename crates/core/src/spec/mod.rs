@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 
 pub use check::SpecError;
 pub use kl::{Kl, KlEstimator, KlGradient, KlImportance};
-pub use logits::{LogitsTransform, Support};
+pub use logits::{KeptSupport, LogitsTransform, SoftmaxRange, Support};
 pub use objective::{
     Aspo, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio,
     Objective, PositiveTokens, PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,

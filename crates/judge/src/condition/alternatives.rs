@@ -2,7 +2,7 @@
 
 use super::Bands;
 use super::bound::ErrorBound;
-use super::moves::{InputMoves, at_logp, at_shared_kink, shift, shift_shared, within};
+use super::moves::{InputMoves, at_logp, at_shared_kink, shift, shift_kl, shift_shared, within};
 use super::sequence::{BatchCondition, SequenceCondition};
 use super::softmax::SoftmaxErrors;
 use crate::U;
@@ -30,13 +30,25 @@ pub(super) fn nearby(
 ) -> Vec<TokenInputs> {
     let here = token.inputs;
     // ℓ moves to both ends of its band, and to the kinks of d inside it.
-    let moves = sequence.moves(spec, token, softmax).logp;
-    let band = U * (bands.logp * moves.scale + 4.0) + moves.floor;
+    let moves = sequence.moves(spec, token, softmax);
+    let width = |of: ErrorBound| U * (bands.logp * of.scale + 4.0) + of.floor;
+    let band = width(moves.logp);
     let mut all: Vec<TokenInputs> =
         std::iter::once(here).chain(within(band).map(|by| shift(spec, &here, by))).collect();
-    let kinks = here.ref_logp.into_iter().chain([here.old_logp]);
+    let kinks = here.ref_logp.filter(|_| moves.kl_logp.is_none()).into_iter().chain([here.old_logp]);
     let near = kinks.filter(|&logp| logp <= 0.0 && (logp - here.logp).abs() <= band);
     all.extend(near.map(|logp| at_logp(spec, &here, logp)));
+    // A log-probability that the KL penalty alone reads moves independently of ℓ: every combination is possible.
+    if let Some(band) = moves.kl_logp.map(width) {
+        let kink = here.ref_logp.filter(|&logp| logp <= 0.0 && (logp - here.kl_logp).abs() <= band);
+        let shifted = |inputs: &TokenInputs| {
+            let inputs = *inputs;
+            let at_kink = kink.map(|kl_logp| TokenInputs { kl_logp, ..inputs });
+            within(band).map(move |by| shift_kl(&inputs, by)).chain(at_kink)
+        };
+        let more: Vec<TokenInputs> = all.iter().flat_map(shifted).collect();
+        all.extend(more);
+    }
     // A shared ratio moves independently of ℓ: every combination is possible.
     if here.row_log_ratio.is_some() {
         let band = sequence.band(bands);

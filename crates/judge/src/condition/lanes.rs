@@ -95,19 +95,13 @@ fn exponentials(probabilities: &[f64]) -> Vec<f32> {
     probabilities.iter().map(|p| (p / largest) as f32).collect()
 }
 
-/// Bounds the relative error of the sum of a token's exponentials, added in f32 in any number of lanes, which a tree adds.
-pub(super) fn any_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
-    let row = reference.row(b, t, token);
-    let probabilities = &row.logp().probabilities;
+/// Bounds the relative error of the sum of exponentials, added in f32 in any number of lanes, which a tree adds, from a row's
+/// probabilities up to a factor.
+pub(super) fn any_sum_error(probabilities: &[f64]) -> f64 {
     sum_error_in(probabilities, ONE_LANE).max(lane_sum_error_of(probabilities)) + TREE * U
 }
 
-/// Bounds the relative error of the sum of a token's exponentials, added in f32 in lanes.
-pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
-    lane_sum_error_of(&reference.row(b, t, token).logp().probabilities)
-}
-
-/// Bounds the same of a row's probabilities, up to a factor.
+/// Bounds the relative error of the sum of exponentials, added in f32 in lanes, from a row's probabilities up to a factor.
 pub(crate) fn lane_sum_error_of(probabilities: &[f64]) -> f64 {
     LANES.into_iter().map(|lanes| sum_error_in(probabilities, lanes)).fold(0.0, f64::max)
 }
@@ -149,10 +143,16 @@ pub(super) fn entropy_sum_error(
     let stats = &token.entropy_softmax.stats;
     let largest = probabilities.iter().copied().fold(0.0, f64::max);
     // The cotangents of logp, where they are added to those of the entropy.
-    let mut cotangents = vec![(token.id, reference.grad_logp(token, &token.branch, token.coupling))];
-    cotangents.extend(reference.others(token).iter().map(|&OtherLogp { id, grad_logp, .. }| (id, grad_logp)));
+    let mut cotangents = Vec::new();
+    if token.entropy_softmax.is_same_function(&token.logp_softmax) {
+        cotangents.push((token.id, reference.grad_logp(token, &token.branch, token.coupling)));
+        cotangents.extend(reference.others(token).iter().map(|&OtherLogp { id, grad_logp, .. }| (id, grad_logp)));
+    }
+    if token.has_separate_kl() && token.entropy_softmax.is_same_function(&token.kl_softmax) {
+        cotangents.push((token.id, reference.grad_kl_logp(token, &token.branch)));
+    }
     let has_gradient = token.grad_entropy != 0.0;
-    let is_shared = token.entropy_softmax.divisor == token.logp_softmax.divisor;
+    let is_shared = !cotangents.is_empty();
     let size = |walk: LaneErrors| walk.absorbed + walk.independent;
 
     let mut most = EntropyErrors::default();

@@ -31,6 +31,10 @@
 //! at [`Grade::Standard`] `(C(1 + p_y(a_y + ā)) + R·p_y(1 + a_y + ā))/T + C_E` or more, as `C − (C + R)·p_y` rounds. Sums of `K`
 //! cotangents are also off by `(K − 1)·u` of their terms' sizes, in any order of adding up.
 //!
+//! If the KL penalty reads a log-probability `ℓ′` of another softmax than the ratio does, `ℓ′` has a condition `C_ℓ` and a
+//! movement of its own, which add to those of `ℓ`, and dlogits have the terms of `G` once more, with the `G′ = ∂loss/∂ℓ′` and the
+//! probabilities of that softmax.
+//!
 //! In addition to the scale, which `κ·u` multiplies, each limit has a *floor*, an error that nothing multiplies: what f32 flushes to
 //! 0; what follows from an error `ε_j` that each logit has of its own, if it is a product; and at [`Grade::Standard`] from an
 //! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round;
@@ -54,7 +58,7 @@ use alternatives::{branches, nearby};
 use assay_core::spec::{Kl, KlEstimator, KlImportance};
 use assay_reference::{Branch, Reference, Token, TokenInputs, clipped};
 use sequence::{BatchCondition, SequenceCondition};
-use softmax::{logp_bound, others_bound};
+use softmax::{LogpSoftmax, logp_bound, others_bound};
 use terms::{clamp_rounding, importance, kl_flushed, weighted};
 
 pub(crate) use bound::{ErrorBound, FLUSHED};
@@ -62,7 +66,7 @@ pub(crate) use lanes::{LONG_ROW, lane_sum_error_of};
 pub(crate) use moves::{InputMoves, response};
 pub(crate) use sequence::RatioTerms;
 pub(crate) use softmax::{LogitErrors, SoftmaxErrors, entropy_errors, sum_error, transform_rounding};
-pub(crate) use terms::{grad_flushed, grad_terms};
+pub(crate) use terms::{GradTerms, grad_flushed, grad_terms};
 
 /// The parts of the limits that a condition depends on: how near to a kink either side is right, and what a grade forgives.
 #[derive(Clone, Copy, Debug)]
@@ -214,7 +218,7 @@ impl Condition {
         // A KL estimate rounds at the size of its value and at those of its terms 1 and d, which the importance weight
         // multiplies; d is at most its clamp.
         let kl_terms = spec.kl.as_ref().map_or(0.0, |kl| {
-            let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
+            let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.kl_logp);
             let d = d.abs().min(kl.difference_clamp.unwrap_or(f64::INFINITY));
             let importance = importance(spec, kl, inputs);
             token.kl.value.abs() + importance * (1.0 + d) + clamp_rounding(spec, kl, inputs)
@@ -229,7 +233,7 @@ impl Condition {
         let others: Vec<ErrorBound> = reference
             .others(token)
             .iter()
-            .map(|other| logp_bound(reference, token, other.id, (&errors, softmax.mean_error, softmax.lane_sum), bands))
+            .map(|other| logp_bound(reference, token, other.id, LogpSoftmax::Ratio, (&errors, &softmax), bands))
             .collect();
         let others_loss = others_bound(reference, token, &others).finite_or_zero();
 
@@ -275,11 +279,12 @@ fn overflows(reference: &Reference, token: &Token) -> bool {
     let largest = f64::from(f32::MAX) / 2.0;
     // k3's own exponential, which an importance ratio below 1 may bring back into range.
     let k3 = spec.kl.as_ref().filter(|kl| kl.estimator == KlEstimator::K3).map_or(0.0, |kl| {
-        let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
+        let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.kl_logp);
         d.min(kl.difference_clamp.unwrap_or(f64::INFINITY)).exp()
     });
     // A gradient is divided by the temperature before or after it is multiplied by a probability.
     let grad = reference.grad_logp(token, &token.branch, token.coupling) / token.temperature();
+    let grad_kl = reference.grad_kl_logp(token, &token.branch) / token.temperature();
     let grad_others: f64 =
         reference.others(token).iter().map(|other| other.grad_logp.abs() / token.temperature()).sum();
     let parts = [token.policy, token.kl].map(|term| [term.value, term.by_logp, term.by_log_ratio]);
@@ -288,5 +293,5 @@ fn overflows(reference: &Reference, token: &Token) -> bool {
     let weight = spec.kl.as_ref().filter(weighs).map_or(0.0, |kl| importance(spec, kl, inputs));
     parts.as_flattened().iter().any(|x| x.abs() > largest)
         || (token.policy.by_log_ratio != 0.0 && inputs.ratio(spec) > largest)
-        || [k3, weight, grad.abs(), grad_others].into_iter().any(|x| x > largest)
+        || [k3, weight, grad.abs(), grad_kl.abs(), grad_others].into_iter().any(|x| x > largest)
 }

@@ -10,6 +10,8 @@ use assay_reference::TokenInputs;
 pub(crate) struct InputMoves {
     /// The error `C` of `ℓ` and of what it is compared with.
     pub(super) logp: ErrorBound,
+    /// The error of the log-probability that the KL penalty alone reads; `None` if it reads `ℓ`.
+    pub(super) kl_logp: Option<ErrorBound>,
     /// The error `C̄` of the sequence's log-ratio.
     pub(super) log_ratio: ErrorBound,
     /// The error of VESPO's `ln w`.
@@ -36,19 +38,25 @@ pub(crate) fn response(
     let by_logp = |by: f64| [shift(spec, inputs, -by), shift(spec, inputs, by)];
     let of_logp = moved(by_logp(moves.logp.scale * U));
     // A difference with an infinite side is not rounded; its token is judged by not being finite alone.
-    let differences = [inputs.logp - inputs.old_logp, inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp)];
+    let differences =
+        [inputs.logp - inputs.old_logp, inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.kl_logp)];
     let [x, d] = differences.map(|difference| if difference.is_finite() { difference * U } else { 0.0 });
     let old = |by: f64| TokenInputs { old_logp: inputs.old_logp + by, ..*inputs };
     let reference = |by: f64| TokenInputs { ref_logp: inputs.ref_logp.map(|ref_logp| ref_logp + by), ..*inputs };
     // The difference from the sampler counts too, if it weighs something.
-    let s = inputs.rollout_logp.map(|rollout_logp| (inputs.logp - rollout_logp) * U).filter(|s| s.is_finite());
+    let s = inputs.rollout_logp.map(|rollout_logp| (inputs.kl_logp - rollout_logp) * U).filter(|s| s.is_finite());
     let sampler = |by: f64| TokenInputs { rollout_logp: inputs.rollout_logp.map(|logp| logp + by), ..*inputs };
     let of_sampler = s.map_or(0.0, |s| moved([sampler(-s), sampler(s)]));
     let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]) + of_sampler;
-    let mut total = ErrorBound { scale: of_logp.max(of_differences), floor: 0.0 };
+    let by_kl = |by: f64| [shift_kl(inputs, -by), shift_kl(inputs, by)];
+    let of_kl = moves.kl_logp.map_or(0.0, |kl| moved(by_kl(kl.scale * U)));
+    let mut total = ErrorBound { scale: (of_logp + of_kl).max(of_differences), floor: 0.0 };
     // A floor is in nats, not in units of u, and stays so: it is not divided by U.
     if moves.logp.floor > 0.0 {
         total.floor += between(by_logp(moves.logp.floor));
+    }
+    if let Some(kl) = moves.kl_logp.filter(|kl| kl.floor > 0.0) {
+        total.floor += between(by_kl(kl.floor));
     }
 
     // The ratio that the tokens of a sequence share has an error of its own.
@@ -89,7 +97,14 @@ pub(super) fn shift(spec: &LossSpec, inputs: &TokenInputs, by: f64) -> TokenInpu
 pub(super) fn at_logp(spec: &LossSpec, inputs: &TokenInputs, logp: f64) -> TokenInputs {
     let current = spec.old_logp == OldLogp::Current;
     let old_logp = if current { logp + (inputs.old_logp - inputs.logp) } else { inputs.old_logp };
-    TokenInputs { logp, old_logp, ..*inputs }
+    // The KL penalty reads the same number, unless that is of another softmax.
+    let kl_logp = if spec.has_kl_over_vocabulary() { inputs.kl_logp } else { logp };
+    TokenInputs { logp, kl_logp, old_logp, ..*inputs }
+}
+
+/// Moves the log-probability that the KL penalty reads, to at most 0.
+pub(super) fn shift_kl(inputs: &TokenInputs, by: f64) -> TokenInputs {
+    TokenInputs { kl_logp: (inputs.kl_logp + by).min(0.0), ..*inputs }
 }
 
 /// Moves the log-ratio that the tokens of a sequence share, if they share one.

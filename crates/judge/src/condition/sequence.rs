@@ -115,7 +115,7 @@ impl SequenceCondition {
                     let derivative =
                         |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, branch);
                     most = most.or(response(spec, &token.inputs, moves, &derivative));
-                    sum = f64::max(sum, grad_terms(spec, token, branch, bands.grade).1);
+                    sum = f64::max(sum, grad_terms(spec, token, branch, bands.grade).log_ratio);
                 }
                 sequence.terms.sum += sum;
                 sequence.terms.moved.scale += most.scale;
@@ -160,8 +160,12 @@ impl SequenceCondition {
 
     /// Returns the errors of the inputs of one token's loss.
     pub(super) fn moves(&self, spec: &LossSpec, token: &Token, softmax: SoftmaxErrors) -> InputMoves {
-        let logp = softmax.logp.scale + old_logp_size(spec, token) + token.inputs.ref_logp.map_or(0.0, f64::abs);
-        InputMoves { logp: ErrorBound { scale: logp, ..softmax.logp }, log_ratio: self.log_ratio, weight: self.sum }
+        // The reference's log-probability rounds with the one that it is subtracted from.
+        let reference = token.inputs.ref_logp.map_or(0.0, f64::abs);
+        let kl_logp = softmax.kl_logp.map(|kl| ErrorBound { scale: kl.scale + reference, ..kl });
+        let logp = softmax.logp.scale + old_logp_size(spec, token) + if kl_logp.is_some() { 0.0 } else { reference };
+        let logp = ErrorBound { scale: logp, ..softmax.logp };
+        InputMoves { logp, kl_logp, log_ratio: self.log_ratio, weight: self.sum }
     }
 
     /// Returns the distance from a kink of the shared log-ratio within which both sides are right.

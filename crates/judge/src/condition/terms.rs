@@ -5,11 +5,23 @@ use crate::tolerance::Grade;
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
 use assay_reference::{Branch, Token, TokenInputs};
 
-/// Sums the sizes of the terms of `∂loss/∂ℓ` at first hand, and of `∂loss/∂w`.
-pub(crate) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> (f64, f64) {
+/// The sizes of the terms of a token's derivatives before they cancel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GradTerms {
+    /// The terms of `∂loss/∂ℓ` at first hand.
+    pub(crate) logp: f64,
+    /// The terms of `∂loss/∂ℓ` of the KL penalty's own log-probability; 0 if that is `ℓ`.
+    pub(crate) kl_logp: f64,
+    /// The terms of `∂loss/∂w`.
+    pub(crate) log_ratio: f64,
+}
+
+/// Sums the sizes of the terms of a token's derivatives.
+pub(crate) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade: Grade) -> GradTerms {
     let inputs = &token.inputs;
     let policy = ObjectiveTerms::new(spec, inputs, branch, grade);
     let (mut by_logp, mut by_log_ratio) = (token.weight * policy.by_logp, token.weight * policy.by_log_ratio);
+    let mut by_kl_logp = 0.0;
     if let Some(kl) = &spec.kl {
         let term = branch.kl(spec, kl, inputs);
         let rounded = clamp_rounding(spec, kl, inputs);
@@ -18,10 +30,11 @@ pub(crate) fn grad_terms(spec: &LossSpec, token: &Token, branch: &Branch, grade:
             KlImportance::Score | KlImportance::TokenRatio | KlImportance::Rollout => [term.value.abs() + rounded, 0.0],
             KlImportance::Ratio => [0.0, rounded],
         };
-        by_logp += token.kl_weight * weighted(kl.beta, term.by_logp.abs() + own);
+        let of_kl = token.kl_weight * weighted(kl.beta, term.by_logp.abs() + own);
+        *(if token.has_separate_kl() { &mut by_kl_logp } else { &mut by_logp }) += of_kl;
         by_log_ratio += token.kl_weight * weighted(kl.beta, term.by_log_ratio.abs() + of_ratio);
     }
-    (by_logp, branch.cap_slope * by_log_ratio)
+    GradTerms { logp: by_logp, kl_logp: by_kl_logp, log_ratio: branch.cap_slope * by_log_ratio }
 }
 
 /// Returns the factor that a KL estimate is multiplied by.
@@ -32,7 +45,7 @@ pub(super) fn importance(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 
         KlImportance::TokenRatio => inputs.log_ratio(spec).value.exp(),
         KlImportance::Rollout => {
             let scored = inputs.rollout_logp.filter(|logp| !logp.is_nan());
-            scored.map_or(0.0, |rollout_logp| (inputs.logp - rollout_logp).exp())
+            scored.map_or(0.0, |rollout_logp| (inputs.kl_logp - rollout_logp).exp())
         }
     }
 }
@@ -40,7 +53,7 @@ pub(super) fn importance(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 
 /// Returns what rounding `difference_clamp` adds to an estimate that is held by it: `|d·e^d|` of k3, times the importance.
 pub(super) fn clamp_rounding(spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> f64 {
     let (Some(clamp), Some(ref_logp)) = (kl.difference_clamp, inputs.ref_logp) else { return 0.0 };
-    let d = ref_logp - inputs.logp;
+    let d = ref_logp - inputs.kl_logp;
     if kl.estimator != KlEstimator::K3 || d.abs() <= clamp {
         return 0.0;
     }
@@ -58,7 +71,7 @@ pub(super) fn kl_flushed(spec: &LossSpec, inputs: &TokenInputs, branch: &Branch)
     // The estimate at a ratio of 1 is the factor by which a flushed ratio shows.
     let ratio_of_1 = TokenInputs {
         old_logp: inputs.logp,
-        rollout_logp: inputs.rollout_logp.map(|_| inputs.logp),
+        rollout_logp: inputs.rollout_logp.map(|_| inputs.kl_logp),
         row_log_ratio: inputs.row_log_ratio.map(|_| 0.0),
         ..*inputs
     };

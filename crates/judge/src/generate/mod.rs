@@ -24,14 +24,17 @@ mod head;
 mod regime;
 mod tokens;
 
+use std::collections::HashSet;
+
 use ndarray::{Array1, Array2, Array3, Ix3};
+use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
 use assay_core::memory::available_host_bytes;
-use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, OtherIds, Problem, ProblemError, Shape};
+use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, NO_ENTRY, OtherIds, Problem, ProblemError, Shape};
 use assay_core::spec::{
     AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Temperature,
 };
@@ -71,6 +74,9 @@ const TOKEN_BYTES: usize = 128;
 
 /// The bytes of each of a token's ids, with its cotangent.
 const ID_BYTES: usize = 32;
+
+/// The largest number of entries in a kept set.
+const KEPT: usize = 48;
 
 /// The bytes of a vocabulary entry in the rows that are drawn and evaluated one at a time, in f64.
 const ENTRY_BYTES: usize = 2 * size_of::<f64>();
@@ -140,7 +146,8 @@ impl Recipe {
 
     /// Checks that there may be memory for the tokens, with `logit_bytes` for each logit.
     fn expect_memory(&self, spec: &LossSpec, logit_bytes: usize) -> Result<(), RecipeError> {
-        let token_bytes = spec.ids_per_token.saturating_mul(ID_BYTES).saturating_add(TOKEN_BYTES);
+        let kept_bytes = if spec.reads_kept_ids() { KEPT * size_of::<i32>() } else { 0 };
+        let token_bytes = spec.ids_per_token.saturating_mul(ID_BYTES).saturating_add(TOKEN_BYTES + kept_bytes);
         let [batch, tokens, vocab] = self.shape;
         let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
         let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
@@ -163,6 +170,7 @@ impl Recipe {
     /// | the sampler's log-probabilities | `old_logp` with noise of the same scale, at most 1; a twentieth NaN if the spec allows it |
     /// | given weights | around 1; a tenth of a trainer's weights are 0 |
     /// | given temperatures | 0.4 to 2, one per sequence or one per token |
+    /// | kept sets | the own id and up to 47 others, most of them the likeliest |
     ///
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
@@ -245,6 +253,8 @@ impl Recipe {
             Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.4).exp().clamp(0.4, 2.0)))
         });
 
+        problem.extra.kept_ids = spec.reads_kept_ids().then(|| self.draw_kept(spec, &problem));
+
         // The policy's own log-probabilities, from the reference of a spec that needs nothing but a softmax.
         let policy = LossSpec {
             objective: Objective::None,
@@ -279,6 +289,47 @@ impl Recipe {
         Ok(problem)
     }
 
+    /// Draws the kept set of each token: its own id and up to [`KEPT`] others, most of them the likeliest, in any order and with places
+    /// left empty. An own id outside the support, or an eighth of those inside, is left out where the spec puts it back.
+    fn draw_kept(&self, spec: &LossSpec, problem: &Problem) -> Array3<i32> {
+        let [batch, tokens, vocab] = self.shape;
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(3);
+        // An own logit of −∞ needs another entry, or the softmax would be 0/0.
+        let needed = if self.regime.has_holes() { 2 } else { 1 };
+        let width = rng.random_range(needed.min(vocab)..=vocab.min(KEPT));
+        let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };
+        let mut kept = Array3::from_elem((batch, tokens, width), NO_ENTRY);
+        for ((b, t), &id) in problem.ids.indexed_iter() {
+            let row: Vec<f64> = problem.logits.row(b, t).into_iter().map(|x| raised * x).collect();
+            let mut likeliest: Vec<usize> = (0..vocab).collect();
+            if width < vocab {
+                likeliest.select_nth_unstable_by(width, |&v, &w| row[w].total_cmp(&row[v]));
+                likeliest.truncate(width);
+            }
+            likeliest.sort_by(|&v, &w| row[w].total_cmp(&row[v]));
+            let own = usize::try_from(id).expect("drawn: 0 ≤ id < V");
+            let mut set = vec![own];
+            set.extend((!row[own].is_finite()).then_some(likeliest[0]));
+            let size = rng.random_range(1..=width);
+            for &likely in likeliest.iter().take(size) {
+                set.push(if rng.random_bool(0.25) { rng.random_range(0..vocab) } else { likely });
+            }
+            let mut seen = HashSet::new();
+            set.retain(|v| seen.insert(*v));
+            set.truncate(width);
+            if spec.support.keep_sampled && rng.random_bool(0.125) {
+                set.remove(0);
+            }
+            let mut places: Vec<usize> = (0..width).collect();
+            places.shuffle(&mut rng);
+            for (place, v) in places.into_iter().zip(set) {
+                kept[[b, t, place]] = i32::try_from(v).expect("at most 2³¹");
+            }
+        }
+        kept
+    }
+
     /// Draws the ids of each token after its first, and their cotangents: the largest logits, in order.
     ///
     /// An eighth of the places have any id, and a quarter, or half of the second places, repeat the token's first. Ids are in the
@@ -290,8 +341,10 @@ impl Recipe {
         let mut ids = Array3::zeros((batch, tokens, spec.ids_per_token - 1));
         for ((b, t), &first) in problem.ids.indexed_iter() {
             let row = problem.logits.row(b, t);
+            let kept = problem.tokens().kept_entries(spec, (b, t));
             let mut columns: Vec<usize> = (0..vocab)
                 .filter(|&v| within_support(spec, vocab, v) == v)
+                .filter(|v| kept.as_ref().is_none_or(|kept| kept.contains(v)))
                 .filter(|&v| row[v].is_finite() || self.regime == Regime::TargetHoles)
                 .collect();
             let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };

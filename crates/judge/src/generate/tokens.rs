@@ -105,6 +105,10 @@ pub(super) fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem)
             (ids[[b, t, k]], *dlogp) = (-100, f64::NAN);
         }
     }
+    // An id that no vocabulary has, at all places.
+    if let Some(kept) = &mut problem.extra.kept_ids {
+        kept.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = -100);
+    }
     for ((b, t), &counts) in mask.indexed_iter() {
         if !counts {
             problem.logits.fill_row(b, t, f64::NAN);

@@ -65,12 +65,17 @@ impl<'c> BranchChoice<'c> {
     /// Prepares the token's dlogits on this choice: everything that does not depend on the vocabulary entry.
     fn dlogits(&self, reference: &'c Reference, token: &'c JudgedToken) -> BranchDlogits<'c> {
         // The gradient of the loss by ℓ on a branch, with the sequence's ratio on the side that belongs to it.
-        let grad = |on: &BranchAlternative| reference.grad_logp(token.token, &on.branch, on.coupling);
+        let grads = |on: &BranchAlternative| {
+            let of_kl = reference.grad_kl_logp(token.token, &on.branch);
+            [reference.grad_logp(token.token, &on.branch, on.coupling), of_kl]
+        };
         let condition = |on| DlogitsCondition::new(&token.condition, reference, token.token, on);
-        let mut dlogits = BranchDlogits { grad: grad(self.on), condition: condition(self.on), towards: None };
+        let mut dlogits = BranchDlogits { grads: grads(self.on), condition: condition(self.on), towards: None };
         // A point at a kink is a convex combination of two gradients; its error may be that of either branch.
         if let Some((other, share)) = self.towards {
-            dlogits.grad += share * (grad(other) - dlogits.grad);
+            for (grad, other) in dlogits.grads.iter_mut().zip(grads(other)) {
+                *grad += share * (other - *grad);
+            }
             dlogits.towards = Some(condition(other));
         }
         dlogits
@@ -79,8 +84,8 @@ impl<'c> BranchChoice<'c> {
 
 /// The dlogits of a token on one choice, as far as they do not depend on the vocabulary entry.
 pub(super) struct BranchDlogits<'c> {
-    /// The gradient `∂loss/∂ℓ`.
-    grad: f64,
+    /// The gradient `∂loss/∂ℓ`, and that of the KL penalty's own log-probability, if it has one.
+    grads: [f64; 2],
     condition: DlogitsCondition<'c>,
     /// At a kink, the conditions of the other branch.
     towards: Option<DlogitsCondition<'c>>,
@@ -89,7 +94,7 @@ pub(super) struct BranchDlogits<'c> {
 impl BranchDlogits<'_> {
     /// Bounds the error of an id's dlogit that a relative error of the row's sum makes: `|G|·p_y/T` of it.
     pub(super) fn share_of_sum(&self, token: &JudgedToken) -> f64 {
-        self.grad.abs() * (1.0 - token.token.probability_of_others) / token.token.temperature()
+        self.grads[0].abs() * (1.0 - token.token.probability_of_others) / token.token.temperature()
     }
 
     /// Evaluates the exact dlogits of `columns`, and how far each may be off.
@@ -104,7 +109,7 @@ impl BranchDlogits<'_> {
             Some(other) => bounds.or(&other.whole(columns)),
             None => bounds,
         };
-        (reference.dlogits_of(columns, token.token, self.grad), bounds)
+        (reference.dlogits_of(columns, token.token, self.grads), bounds)
     }
 }
 

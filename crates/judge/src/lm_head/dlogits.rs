@@ -56,7 +56,8 @@ impl TokenDlogitsErrors {
         let (b, t, kappa) = (token.b, token.t, limits.kappa(Output::Dlogits) * U);
         let row = reference.columns(b, t, token.token, columns.clone());
         let dlogits = |branch, coupling| {
-            reference.dlogits_of(&row, token.token, reference.grad_logp(token.token, branch, coupling))
+            let of_kl = reference.grad_kl_logp(token.token, branch);
+            reference.dlogits_of(&row, token.token, [reference.grad_logp(token.token, branch, coupling), of_kl])
         };
         let exact = dlogits(&token.token.branch, token.token.coupling);
         let [mut common, mut own, mut rounding, mut one_sided, mut of_ratio, mut of_ids] =

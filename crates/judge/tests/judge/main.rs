@@ -7,6 +7,7 @@ mod entropy_sums;
 mod error_map;
 mod false_passes;
 mod invariance;
+mod kept;
 mod lane_kernel;
 mod lm_head;
 mod logp;

@@ -204,7 +204,7 @@ fn dlogits_zero_beside_the_target_fail_every_dlogits_gate() {
 #[test]
 fn softcap_bias_or_support_mistakes_are_rejected() {
     let logits = LogitsTransform { scale: 0.7, softcap: Some(6.0), bias: true };
-    let support = Support { vocab: Some(1000), excluded_ids: vec![1, 5], keep_sampled: true };
+    let support = Support { vocab: Some(1000), excluded_ids: vec![1, 5], keep_sampled: true, kept: None };
     let spec = LossSpec { logits: logits.clone(), support: support.clone(), ..spec() };
     let recipe = Recipe {
         shape: [3, 5, 1025],

@@ -95,7 +95,7 @@ fn transforms() -> Vec<LossSpec> {
         for (vocab, excluded_ids) in
             [(None, vec![]), (Some(513), vec![]), (None, vec![600, 0, 511, 512, 0]), (Some(512), vec![31, 32])]
         {
-            let support = Support { vocab, excluded_ids, keep_sampled: true };
+            let support = Support { vocab, excluded_ids, keep_sampled: true, kept: None };
             for (temperature, spec) in [1.0, 0.05].into_iter().zip(walks().into_iter().cycle().skip(specs.len() + i)) {
                 specs.push(LossSpec {
                     logits: logits.clone(),

@@ -3,7 +3,8 @@
 
 use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, Outcome, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction, TemperatureDivides,
+    AdvantageLevel, Averaging, KeptSupport, Kl, KlEstimator, LossSpec, Objective, RatioLevel, Reduction, SoftmaxRange,
+    Support, TemperatureDivides,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
@@ -66,6 +67,7 @@ fn arguments(problem: &Problem) -> OpArguments<'_> {
         segment_ids: None,
         dentropy: problem.extra.dentropy.as_ref().map(floats),
         temperature: problem.extra.temperature.as_ref().map(floats),
+        kept_ids: problem.extra.kept_ids.as_ref().map(|kept| OpArray::I32(kept.view().into_dyn())),
     }
 }
 
@@ -242,6 +244,37 @@ fn op_arrays_of_other_dtypes_are_taken_exactly() {
     let op = Op::new(&spec, &arguments).unwrap();
     let evaluation = op.gradient(&lent(&problem.logits), lent_mut(&mut dlogits), OutputCotangents::default()).unwrap();
     assert!(same(&evaluation, &expected) && dlogits.same_bits(&expected_dlogits));
+}
+
+#[test]
+fn op_kept_sets_have_the_bits_of_the_batch() {
+    let kept = KeptSupport { entropy: SoftmaxRange::Vocabulary, kl: SoftmaxRange::Set };
+    let support = Support { kept: Some(kept), ..Support::default() };
+    let spec = LossSpec { support, entropy_coef: 0.1, ..LossSpec::default() };
+    let problem = problem(&spec, Dtype::F32, 4);
+    let (expected, expected_dlogits) = gradient(&spec, &problem, OutputCotangents::default());
+    let wide = problem.extra.kept_ids.as_ref().unwrap().mapv(i64::from);
+    for kept_ids in [None, Some(OpArray::I64(wide.view().into_dyn()))] {
+        let as_drawn = arguments(&problem);
+        let kept_ids = kept_ids.or(as_drawn.kept_ids.clone());
+        let op_arguments = OpArguments { kept_ids, ..as_drawn };
+        let mut dlogits = problem.logits.clone();
+        let op = Op::new(&spec, &op_arguments).unwrap();
+        let given = op.gradient(&lent(&problem.logits), lent_mut(&mut dlogits), OutputCotangents::default()).unwrap();
+        assert!(same(&given, &expected) && dlogits.same_bits(&expected_dlogits));
+    }
+    let refused = |kept_ids: Option<&ArrayD<i64>>| {
+        let kept_ids = kept_ids.map(|kept| OpArray::I64(kept.view().into_dyn()));
+        let arguments = OpArguments { kept_ids, ..arguments(&problem) };
+        let called = Op::new(&spec, &arguments).and_then(|op| op.loss(&lent(&problem.logits)));
+        called.unwrap_err().to_string()
+    };
+    assert!(refused(None).starts_with("`kept_ids`: not given, expected [3, 5, K]"));
+    let ids = problem.ids.clone().insert_axis(ndarray::Axis(2)).into_dyn();
+    assert!(refused(Some(&ids.index_axis(ndarray::Axis(0), 0).to_owned())).starts_with("`kept_ids`: got shape [5, 1]"));
+    let far = ids.mapv(|_| i64::MAX);
+    assert!(refused(Some(&far)).contains("got 9223372036854775807, expected 0 ≤ id < V"));
+    assert!(refused(Some(&ids.mapv(|_| -7))).contains("got -7, expected 0 ≤ id < V"));
 }
 
 #[test]

@@ -209,6 +209,9 @@ impl ExportManifest {
         if self.spec.dentropy {
             return invalid("spec.dentropy", &true, "false: programs are given no cotangent of the entropy");
         }
+        if self.spec.reads_kept_ids() {
+            return invalid("spec.support.kept", &"given", "none: programs are given no kept sets");
+        }
         if self.spec.ids_per_token > 1 {
             return invalid("spec.ids_per_token", &self.spec.ids_per_token, "1: programs are given one id a token");
         }

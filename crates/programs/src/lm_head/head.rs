@@ -223,8 +223,17 @@ impl HeadMatmuls {
         };
         let logp_of_others = (!others.is_empty()).then(|| several::together(on, others));
         let kl = structure.kl.map(|_| kl);
-        let token =
-            TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
+        let token = TokenLoss {
+            loss,
+            reduced,
+            by_logp: None,
+            by_kl_logp: None,
+            by_log_ratio: None,
+            ratio,
+            kl,
+            clipped_low,
+            clipped_high,
+        };
         CoreOutputs { gradient, logp, logp_of_others, entropy, token }
     }
 

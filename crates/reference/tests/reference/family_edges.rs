@@ -230,7 +230,7 @@ fn mask_nan_under_it_is_never_read() {
 #[test]
 fn support_without_the_sampled_id_is_refused_or_extended() {
     let spec = |keep_sampled| LossSpec {
-        support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled },
+        support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled, kept: None },
         ..with(Objective::PolicyGradient)
     };
     let problem = batch(FULL);

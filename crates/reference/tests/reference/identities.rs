@@ -77,7 +77,7 @@ fn ids_per_token_outcome_is_the_sum_of_each_id() {
     const TOP: usize = 4;
     let logits = LogitsTransform { softcap: Some(20.0), scale: -0.5, bias: true };
     let plain = LossSpec { temperature: 0.7.into(), ..LossSpec::from_cotangents(false) };
-    let left_out = Support { vocab: Some(29), excluded_ids: vec![3, 5], keep_sampled: false };
+    let left_out = Support { vocab: Some(29), excluded_ids: vec![3, 5], ..Support::default() };
     let divides_logp = LossSpec { temperature_divides: TemperatureDivides::Logp, ..plain.clone() };
     let changed = LossSpec { logits, support: left_out, ..plain.clone() };
     for (seed, one) in (0..).zip([plain, divides_logp, changed, LossSpec::from_cotangents(true)]) {

@@ -16,6 +16,7 @@ mod by_hand;
 mod family;
 mod family_edges;
 mod identities;
+mod kept;
 mod lm_head;
 mod metrics;
 mod peers;

@@ -45,6 +45,7 @@ fn inputs(words: &str) -> BatchInputs {
             "no-old" => given.old_logps = false,
             "weights" => given.rollout_weights = Some(WeightShape::Sequence),
             "token-weights" => given.token_weights = true,
+            "kept" => given.kept_ids = true,
             "60-items" => given.num_items_in_batch = Some(60.0),
             "float64" => given.float64 = true,
             _ => panic!("{word}"),
@@ -178,6 +179,9 @@ tunix ppo_policy_loss_fn | entropy_coef=0.01 | | {"entropy_averaging": {"reducti
 
 unsloth | beta=0.1 VLLM | sampled | {"kl": {"clamp_after_importance": true}, "rollout": {"level": "geometric"}}
 unsloth | beta=0.1 VLLM | sampled | {"rejection": [{"counts": true, "drops_from": "policy_and_kl"}]}
+unsloth | support_top_k=20 support_top_p=0.9 support_min_p=0.1 | kept | {"support": {"keep_sampled": true, "kept": {"entropy": "set", "kl": "set"}}}
+nemo | | kept | {"support": {"keep_sampled": false, "kept": {"entropy": "set", "kl": "vocabulary"}}}
+trl | | kept | {"support": {"keep_sampled": false, "kept": {"entropy": "set", "kl": "set"}}}
 unsloth | support_excluded_ids=[3,5] support_top_p=1.0 | | {"support": {"excluded_ids": [3, 5], "keep_sampled": true}}
 unsloth | WEIGHED | token-weights | {"token_weights": {"applies_to": "policy_and_kl"}, "reduction": {"normalizer": 0.5}, "scale": 1}
 unsloth | WEIGHED | token-weights | {"entropy_coef": 0.01}

@@ -243,7 +243,7 @@ fn grid(class: MutantKind) -> Grid {
         // Few tokens' ids are outside the support, where it keeps the sampled ones.
         MutantKind::Support => {
             let over = |vocab, excluded_ids, keep_sampled| LossSpec {
-                support: Support { vocab, excluded_ids, keep_sampled },
+                support: Support { vocab, excluded_ids, keep_sampled, kept: None },
                 ..bonus()
             };
             Grid {

@@ -354,6 +354,9 @@ impl TrainConfig {
         if loss.token_weights.is_some() {
             return Err(TrainError::setting("loss.token_weights", "given", "none: nothing makes them here"));
         }
+        if loss.reads_kept_ids() {
+            return Err(TrainError::setting("loss.support.kept", "given", "none: the sampler here keeps every column"));
+        }
         if loss.dentropy {
             let expected = "false: no cotangents of entropy are given here, take `entropy_coef` for a bonus";
             return Err(TrainError::setting("loss.dentropy", true, expected));

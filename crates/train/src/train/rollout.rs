@@ -208,7 +208,7 @@ mod tests {
     fn rollout_draws_within_the_support_after_the_transform() {
         let spec = LossSpec {
             logits: LogitsTransform { scale: -2.0, softcap: Some(3.0), bias: false },
-            support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled: false },
+            support: Support { vocab: Some(3), excluded_ids: vec![1], ..Support::default() },
             ..LossSpec::default()
         };
         let distribution = Distribution::from_spec(&spec);

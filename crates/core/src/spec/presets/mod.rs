@@ -199,6 +199,8 @@ pub struct BatchInputs {
     pub rollout_weights: Option<WeightShape>,
     /// Whether the batch has weights of tokens or sequences that the trainer gives.
     pub token_weights: bool,
+    /// Whether the batch has the set of vocabulary entries that the sampler has kept for each token.
+    pub kept_ids: bool,
     /// The number of tokens of the whole generation batch, if it is given.
     pub num_items_in_batch: Option<f64>,
     /// The shape of the advantages; `None` is the project's own.
@@ -216,6 +218,7 @@ impl Default for BatchInputs {
             sampling_logps: false,
             rollout_weights: None,
             token_weights: false,
+            kept_ids: false,
             num_items_in_batch: None,
             advantages: None,
             float64: false,
@@ -410,7 +413,11 @@ pub fn spec(
     let reader = OptionReader::new(preset, function, options);
     // The project's own reading, which also records the options that were read.
     let (_, _, resolve) = preset.entry();
-    let ProjectLoss { spec, known, mut notes } = resolve(&reader, function, given)?;
+    let ProjectLoss { mut spec, known, mut notes } = resolve(&reader, function, given)?;
+    // A project that says nothing of kept sets has all of its loss over them.
+    if given.kept_ids {
+        spec.support.kept.get_or_insert_default();
+    }
     // Options that nothing read are unknown, or have no effect on the loss.
     let without_effect = reader.finish(known)?;
     // Ranges are checked here, so that a preset cannot return an invalid spec.

@@ -4,9 +4,9 @@
 use super::options::OptionReader;
 use super::{BatchInputs, PresetError, ProjectLoss, weights_from};
 use crate::spec::{
-    AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, LossTerms, Objective, OldLogp, OutOfBounds,
-    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, UnscoredWeight,
+    AdvantageLevel, Cispo, KeptSupport, Kl, KlEstimator, KlImportance, LossSpec, LossTerms, Objective, OldLogp,
+    OutOfBounds, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, SoftmaxRange, UnscoredWeight,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
@@ -54,6 +54,10 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     } else {
         Reduction::SequenceMean { rows: rows.map_or(Rows::NonEmpty, |rows| Rows::Given(rows + EPSILON)) }
     };
+    // The trainer masks a token that is outside its set; its KL term takes the log-probability of the whole softmax.
+    if given.kept_ids {
+        spec.support.kept = Some(KeptSupport { entropy: SoftmaxRange::Set, kl: SoftmaxRange::Vocabulary });
+    }
     let mut found = ProjectLoss::new(spec, KNOWN);
     if found.spec.rollout.is_some() {
         let overflow =

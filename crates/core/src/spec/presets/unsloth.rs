@@ -7,8 +7,8 @@ use super::options::OptionReader;
 use super::verl::{RejectionTextError, rejections};
 use super::{BatchInputs, PresetError, ProjectLoss};
 use crate::spec::{
-    AdvantageLevel, DroppedTerm, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, LossTerms, OldLogp,
-    OutOfBounds, Ratio, Reduction, Rejection, RolloutLevel, RolloutWeights, Support, TokenWeights, TopEntropy,
+    AdvantageLevel, DroppedTerm, KeptSupport, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, LossTerms,
+    OldLogp, OutOfBounds, Ratio, Reduction, Rejection, RolloutLevel, RolloutWeights, Support, TokenWeights, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
@@ -76,7 +76,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
             softcap: positive(reader, "logit_softcapping")?,
             bias: false,
         },
-        support: support(reader)?,
+        support: support(reader, given)?,
         temperature: reader.number("temperature", 1.0)?.into(),
         rollout: if as_old { None } else { rollout(reader, given)? },
         off_policy_mask: off_policy_mask(reader, given)?,
@@ -119,17 +119,26 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
-/// Reads the vocabulary entries that vLLM never samples; a sampled one is put back for its own token.
-fn support(reader: &OptionReader) -> Result<Support, PresetError> {
-    const WHY: &str = "a support that is made again from the logits is not reproduced";
-    reader.off("support_top_k", WHY)?;
-    reader.off("support_min_p", WHY)?;
-    if reader.number("support_top_p", 1.0)? != 1.0 {
-        return Err(reader.refuse("support_top_p", format!("1: {WHY}")));
+/// Reads the vocabulary entries that vLLM never samples, and the options of its sampler; a sampled id is put back for its own token.
+///
+/// The sets of top-k, top-p and min-p are those of the batch: the project makes them again from the logits.
+fn support(reader: &OptionReader, given: &BatchInputs) -> Result<Support, PresetError> {
+    const WHY: &str =
+        "a support that is made again from the logits is not reproduced: hand over each token's `kept_ids`";
+    if given.kept_ids {
+        reader.number_or_null("support_top_k", None)?;
+        reader.number_or_null("support_min_p", None)?;
+        reader.number("support_top_p", 1.0)?;
+    } else {
+        reader.off("support_top_k", WHY)?;
+        reader.off("support_min_p", WHY)?;
+        if reader.number("support_top_p", 1.0)? != 1.0 {
+            return Err(reader.refuse("support_top_p", format!("1: {WHY}")));
+        }
     }
     let excluded_ids = reader.ids("support_excluded_ids")?;
-    let keep_sampled = !excluded_ids.is_empty();
-    Ok(Support { vocab: None, excluded_ids, keep_sampled })
+    let keep_sampled = given.kept_ids || !excluded_ids.is_empty();
+    Ok(Support { excluded_ids, keep_sampled, kept: given.kept_ids.then(KeptSupport::default), ..Support::default() })
 }
 
 /// Reads a number that 0 turns off.

@@ -50,7 +50,7 @@ proptest! {
 fn softcap_bias_and_support_match_reference() {
     let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
     let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
-    let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
+    let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true, kept: None };
     let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
     let two = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     let specs = [

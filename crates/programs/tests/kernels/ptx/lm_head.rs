@@ -74,7 +74,7 @@ fn lm_head_gradients_by_chunks_match_reference() {
         entropy_coef: 0.02,
         temperature: 0.8.into(),
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
-        support: Support { vocab: Some(700), excluded_ids: vec![3], keep_sampled: true },
+        support: Support { vocab: Some(700), excluded_ids: vec![3], keep_sampled: true, kept: None },
         ..LossSpec::default()
     };
     let by_token = [&plain, &bonus];

@@ -110,7 +110,7 @@ fn support(vocab: usize) -> BoxedStrategy<Support> {
     let vocab_below = weighted(0.2, Just(vocab - 1));
     let excluded = prop_oneof![3 => Just(Vec::new()), 1 => vec(1..vocab + 2, 1..=2)];
     (vocab_below, excluded, any::<bool>())
-        .prop_map(|(vocab, excluded_ids, keep_sampled)| Support { vocab, excluded_ids, keep_sampled })
+        .prop_map(|(vocab, excluded_ids, keep_sampled)| Support { vocab, excluded_ids, keep_sampled, kept: None })
         .boxed()
 }
 
