@@ -54,7 +54,7 @@ pub(super) struct DlogitsCondition<'c> {
     grad_entropy: f64,
     /// The error that rounding transformed logits adds to a gap of the softmax of `ℓ`, in units of `u`.
     rounded: f64,
-    /// The same for the softmax of entropy.
+    /// The error that rounding transformed logits adds to a gap of the softmax of entropy, in units of `u`.
     rounded_of_entropy: f64,
 }
 

@@ -308,19 +308,26 @@ impl<'p> HeadPass<'p> {
     /// added if `adds` and stored otherwise.
     fn write_gradients(&mut self, to: &mut HeadGradientSums, hidden: &Array2<f32>, places: &[TokenPlace], adds: bool) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
-        let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
         let mut dhidden = Array2::zeros(hidden.dim());
+        // The few large dlogits of a set are no part of the sums over all columns, in which they would swallow the small ones.
+        let of_sets = self.taken_sets(places);
         // Tile by tile of the head, which is widened once for both products.
         for (i, columns) in tiles(&self.projection, vocab).enumerate() {
             let tile = tile(&self.projection, columns.clone(), &mut self.tile);
+            let of_all = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
+            gemm(dhidden.view_mut(), i > 0, of_all.slice(s![.., columns.clone()]), tile.t());
+            for (row, taken) in self.logits.chunks_mut(vocab).zip(&of_sets) {
+                taken.iter().filter(|(v, _)| columns.contains(v)).for_each(|(v, dx)| row[*v] = *dx);
+            }
+            let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
             let dlogits = dlogits.slice(s![.., columns.clone()]);
-            gemm(dhidden.view_mut(), i > 0, dlogits, tile.t());
             let dlm_head = match self.projection.layout {
                 HeadLayout::HiddenByVocab => to.dlm_head.slice_mut(s![.., columns]),
                 HeadLayout::VocabByHidden => to.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
             };
             gemm(dlm_head, adds, hidden.t(), dlogits);
         }
+        self.add_sets(&mut dhidden, &of_sets);
         // Tokens' gradients are complete after the last tile: they are rounded once.
         for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
             match &mut to.dhidden {
@@ -334,6 +341,34 @@ impl<'p> HeadPass<'p> {
                 }
             }
         }
+    }
+}
+
+impl HeadPass<'_> {
+    /// Takes the dlogits of each token's kept set out of the chunk and leaves 0; nothing unless all columns have dlogits.
+    fn taken_sets(&mut self, places: &[TokenPlace]) -> Vec<Vec<(usize, f32)>> {
+        let vocab = self.shape.vocab;
+        let taken = |(&at, row): (&TokenPlace, &mut [f32])| {
+            let token = self.batch.kept_token(at).filter(|token| token.settings.over_vocabulary());
+            let entries = token.map_or(Vec::new(), |token| token.entries);
+            entries.into_iter().map(|v| (v, std::mem::take(&mut row[v]))).collect()
+        };
+        places.iter().zip(self.logits.chunks_mut(vocab)).map(taken).collect()
+    }
+
+    /// Adds the products of the dlogits that were taken out and their columns of the head, each token's in f64.
+    fn add_sets(&self, dhidden: &mut Array2<f32>, of_sets: &[Vec<(usize, f32)>]) {
+        let HeadShape { hidden, .. } = self.shape;
+        let head = self.projection.lm_head.view();
+        let rows: Vec<_> = dhidden.rows_mut().into_iter().zip(of_sets).filter(|(_, taken)| !taken.is_empty()).collect();
+        rows.into_par_iter().for_each(|(mut row, taken)| {
+            let mut sum = vec![0.0; hidden];
+            for &(v, dx) in taken {
+                let column = self.projection.layout.part(&head, v..v + 1, 0..hidden);
+                sum.iter_mut().zip(&column).for_each(|(sum, weight)| *sum += f64::from(dx) * weight);
+            }
+            row.iter_mut().zip(sum).for_each(|(to, sum)| *to = (f64::from(*to) + sum) as f32);
+        });
     }
 }
 

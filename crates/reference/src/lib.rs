@@ -699,7 +699,7 @@ impl Reference<'_> {
         if token.has_separate_kl() { self.kl_slope(token, branch) } else { 0.0 }
     }
 
-    /// Returns `w_kl·beta·kl_ℓ`.
+    /// Returns the slope `w_kl·beta·kl_ℓ` of the KL penalty.
     fn kl_slope(&self, token: &Token, branch: &Branch) -> f64 {
         self.spec
             .kl

@@ -14,7 +14,7 @@ pub(super) struct TransformedLogits {
     /// The transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support, and outside the
     /// token's kept set if the spec has kept sets.
     pub(super) logits: Vec<f64>,
-    /// The same without regard to the kept set; `None` if the spec has none.
+    /// The transformed logits without regard to the kept set; `None` if the spec has none.
     pub(super) over_vocabulary: Option<Vec<f64>>,
     /// The derivatives `∂h_j/∂x_j`; `None` if all are 1.
     pub(super) slopes: Option<Vec<f64>>,

@@ -76,7 +76,7 @@ pub struct KeptSupport {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SoftmaxRange {
-    /// The token's set.
+    /// The vocabulary entries in the token's kept set.
     #[default]
     Set,
     /// The support without regard to the set: the whole vocabulary, less what `vocab` and `excluded_ids` leave out.

@@ -9,7 +9,7 @@ use crate::judgeable::Judgeable;
 use crate::lm_head::logit_errors;
 use crate::tolerance::Limits;
 use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemError};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, SpecError};
 
 /// The dtypes that an LM head may be rounded to on one side.
 pub(super) const HEAD_DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F16];
@@ -30,8 +30,13 @@ impl AgreementRows {
     /// the spec are read.
     ///
     /// # Errors
-    /// [`ProblemError`] if the problem does not fit the spec.
+    /// [`ProblemError`] if the problem does not fit the spec, or the spec has kept sets.
     pub(super) fn new(spec: &LossSpec, logits: SharedLogits, limits: &Limits) -> Result<Self, ProblemError> {
+        // Which entries a sampler dropped is what a comparison finds out.
+        if spec.reads_kept_ids() {
+            let expected = "none: sets that one side dropped are among the causes that are looked for";
+            return Err(SpecError { field: "support.kept", given: "given".into(), expected }.into());
+        }
         let spec = LossSpec {
             logits: spec.logits.clone(),
             support: spec.support.clone(),

@@ -67,7 +67,7 @@ pub(crate) struct SoftmaxErrors {
 pub(crate) struct RangeErrors {
     /// The mean error `Σ p_j ε_j` of the logits.
     pub(crate) mean_error: f64,
-    /// The offset error `offset·u·M`.
+    /// The offset error `offset·u·M` of each exponent.
     pub(crate) offset: f64,
     /// The relative error of the sum of the exponentials, where the sum of logp's softmax is another; 0 unless it is forgiven.
     pub(crate) separate_sum: f64,
@@ -181,7 +181,7 @@ pub(super) enum LogpSoftmax {
 }
 
 impl LogpSoftmax {
-    fn of(self, token: &Token) -> &ScaledSoftmax {
+    fn in_token(self, token: &Token) -> &ScaledSoftmax {
         match self {
             LogpSoftmax::Ratio => &token.logp_softmax,
             LogpSoftmax::Kl => &token.kl_softmax,
@@ -222,7 +222,7 @@ pub(super) fn logp_bound(
     (errors, known): (&LogitErrors, &SoftmaxErrors),
     bands: Bands,
 ) -> ErrorBound {
-    let (spec, softmax) = (reference.spec(), of.of(token));
+    let (spec, softmax) = (reference.spec(), of.in_token(token));
     let (mean_error, lane_sum) = match of {
         LogpSoftmax::Ratio => (known.mean_error, known.lane_sum),
         LogpSoftmax::Kl => (known.vocabulary.mean_error, known.vocabulary.separate_sum),

@@ -12,7 +12,7 @@ pub(crate) struct GradTerms {
     pub(crate) logp: f64,
     /// The terms of `∂loss/∂ℓ` of the KL penalty's own log-probability; 0 if that is `ℓ`.
     pub(crate) kl_logp: f64,
-    /// The terms of `∂loss/∂w`.
+    /// The terms of `∂loss/∂w`, by the log-ratio of the level.
     pub(crate) log_ratio: f64,
 }
 

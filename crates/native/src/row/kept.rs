@@ -20,7 +20,7 @@ use assay_core::spec::LossSpec;
 pub(crate) enum TokenScores {
     /// The whole row, or what the support leaves of it.
     Row(Scores),
-    /// A kept set.
+    /// A kept set, and the whole row where something is over it.
     Kept(Box<KeptScores>),
 }
 
@@ -42,16 +42,21 @@ pub(crate) struct KeptScores {
     kl_logp: Option<f64>,
 }
 
-/// The settings of kept sets.
+/// The settings of kept sets, the same for all tokens.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeptSettings {
     /// Whether entropy is over the vocabulary.
     pub(crate) entropy_over_vocabulary: bool,
-    /// Whether the KL penalty is.
+    /// Whether the KL penalty is over the vocabulary.
     pub(crate) kl_over_vocabulary: bool,
 }
 
 impl KeptSettings {
+    /// Whether anything is over the vocabulary, so that entries outside of the set have dlogits.
+    pub(crate) fn over_vocabulary(self) -> bool {
+        self.entropy_over_vocabulary || self.kl_over_vocabulary
+    }
+
     /// Reads the settings; `None` if the spec has no kept sets.
     pub(crate) fn from_spec(spec: &LossSpec) -> Option<Self> {
         spec.reads_kept_ids().then(|| Self {
@@ -61,7 +66,7 @@ impl KeptSettings {
     }
 }
 
-/// A token with a kept set.
+/// A token with its ids and the entries of its kept set.
 pub(crate) struct KeptToken {
     pub(crate) ids: TokenIds,
     /// The vocabulary entries in its set.
@@ -69,7 +74,7 @@ pub(crate) struct KeptToken {
     pub(crate) settings: KeptSettings,
 }
 
-/// A softmax over a kept set.
+/// A softmax over the entries of a kept set.
 #[derive(Clone, Copy)]
 struct SetSoftmax {
     /// Largest transformed logit `m` of the set.
@@ -79,10 +84,10 @@ struct SetSoftmax {
     end: SoftmaxStatistics<f64>,
 }
 
-/// One entry of a kept set.
+/// One vocabulary entry of a kept set, with its logit.
 struct SetColumn {
     id: usize,
-    /// Transformed logit `t`.
+    /// Transformed logit `t` of the entry, in f64.
     logit: f64,
     /// Slope `1 − tanh²` under a cap, else 1.
     slope: f64,
@@ -97,7 +102,7 @@ impl TokenScores {
         }
     }
 
-    /// Returns the entropy, nats.
+    /// Returns the entropy that the spec asks for, nats.
     pub(crate) fn entropy(&self) -> f64 {
         match self {
             TokenScores::Row(scores) => scores.entropy,

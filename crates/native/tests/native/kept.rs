@@ -1,7 +1,7 @@
 //! Kept sets on the CPU kernels, from logits and with an LM head: any loss, against the reference, through the judge.
 
 use assay_core::implementation::Implementation as _;
-use assay_core::problem::{Dtype, Tokens};
+use assay_core::problem::{Dtype, HeadLayout, Tokens};
 use assay_core::spec::{KeptSupport, Kl, KlEstimator, LossSpec, SoftmaxRange, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::trial::{JudgedProblem, hindrance};
@@ -73,6 +73,23 @@ fn kept_qwen_vocabulary_matches_reference() {
             let recipe = Recipe { shape, dtype, regime, seed: 5, old_logp_noise_scale: 0.3, masked_garbage: true };
             expect_right(&spec(entropy, kl), &recipe);
         }
+    }
+}
+
+/// Of 151,936 entries most have small dlogits, which an f32 sum would lose beside the few large ones of a set.
+#[test]
+fn kept_lm_head_of_qwen_vocabulary_matches_reference() {
+    for (seed, layout) in (0..).zip([HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]) {
+        let recipe = Recipe {
+            shape: [1, 3, 151_936],
+            dtype: Dtype::F32,
+            regime: Regime::Small,
+            seed,
+            old_logp_noise_scale: 0.3,
+            masked_garbage: false,
+        };
+        let recipe = HeadRecipe { hidden: 16, layout, rounds_logits: false, recipe };
+        expect_head_right(&spec(SoftmaxRange::Vocabulary, SoftmaxRange::Set), &recipe);
     }
 }
 
