@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use ndarray::{Axis, Dimension, IxDyn, RemoveAxis};
@@ -105,7 +105,7 @@ impl RankedWorker {
         // Each loads its framework, which takes as long for all as for one.
         let started: Vec<Result<Worker, WorkerError>> = thread::scope(|scope| {
             let starting: Vec<_> = launches.into_iter().map(|launch| scope.spawn(|| Worker::start(launch))).collect();
-            starting.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+            all_finished(starting, &ranked.launch.stop, &ranked.halt)
         });
         ranked.workers = started.into_iter().collect::<Result<_, _>>()?;
         Ok(ranked)
@@ -175,16 +175,20 @@ impl RankedWorker {
                 };
                 scope.spawn(asking)
             });
-            let asked: Vec<_> = asked.collect();
-            while asked.iter().any(|thread| !thread.is_finished()) {
-                if stop.load(Ordering::Relaxed) {
-                    halt.store(true, Ordering::Relaxed);
-                }
-                thread::sleep(LOOK);
-            }
-            asked.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+            all_finished(asked.collect(), stop, halt)
         })
     }
+}
+
+/// Waits for the threads of all ranks, and halts every rank when the campaign is to stop.
+fn all_finished<T>(threads: Vec<ScopedJoinHandle<T>>, stop: &AtomicBool, halt: &AtomicBool) -> Vec<T> {
+    while threads.iter().any(|thread| !thread.is_finished()) {
+        if stop.load(Ordering::Relaxed) {
+            halt.store(true, Ordering::Relaxed);
+        }
+        thread::sleep(LOOK);
+    }
+    threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
 }
 
 impl<P: Subject> KernelUnderTest<P> for RankedWorker {

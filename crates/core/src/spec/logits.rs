@@ -43,7 +43,7 @@ pub struct Support {
     /// Whether a sampled id outside the support is put back for its own token (Unsloth); otherwise such an id is an
     /// error.
     pub keep_sampled: bool,
-    /// Whether the problem has a [kept set](crate::problem::KeptSets) of each token, its `kept_ids`, outside of which an
+    /// Whether the problem has a kept set of each token, its `kept_ids`, outside of which an
     /// entry has probability 0; `None` means that it has not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kept: Option<KeptSupport>,
