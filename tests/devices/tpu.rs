@@ -6,7 +6,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use assay::ahead::traffic::{Collective, CollectiveKind};
@@ -26,7 +26,6 @@ use libtest_mimic::{Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-use serde_json::json;
 
 use super::gpu::expect_parts;
 
@@ -87,7 +86,6 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.push(trial("libtpu_flags_reach_the_worker", flags_reach_libtpu));
     trials.push(trial("worker_that_hangs_is_ended", a_worker_that_hangs));
     trials.push(trial("schedule_that_is_not_understood_leaves_the_memory", schedules_that_are_not_understood));
-    trials.push(trial("worker_ends_with_its_parent_and_by_its_limit", workers_end_by_themselves));
     trials.push(trial("worker_that_answers_nonsense_is_an_error", a_worker_that_answers_nonsense));
     trials.push(trial("compile_with_bad_options_is_refused_and_writes_nothing", bad_usage_is_refused));
     trials
@@ -521,36 +519,6 @@ fn processes_of(folder: &Path) -> usize {
     commands.filter(|command| command.windows(folder.len()).any(|part| part == folder)).count()
 }
 
-/// In a worker whose library is a pipe that nobody writes to loading never ends.
-fn workers_end_by_themselves() -> Result<(), Failed> {
-    let scratch = tempfile::tempdir()?;
-    let library = scratch.path().join("library.so");
-    assert!(Command::new("mkfifo").arg(&library).status()?.success());
-    let worker = |name: &str, limit: Duration| -> Result<(PathBuf, Child), Failed> {
-        let folder = scratch.path().join(name);
-        fs::create_dir(&folder)?;
-        let job = json!({"library": library, "topology": "v6e:2x4", "replicas": 1, "partitions": 1, "limit": limit});
-        fs::write(folder.join("job.json"), job.to_string())?;
-        fs::write(folder.join("program.mlir"), "module {}")?;
-        let mut worker = Command::new(env!("CARGO_BIN_EXE_assay"));
-        worker.arg("compile-worker").arg(&folder).stdin(Stdio::piped());
-        Ok((folder, worker.spawn()?))
-    };
-    let (left_folder, mut left) = worker("left", Duration::from_hours(1))?;
-    let (late_folder, late) = worker("late", Duration::ZERO)?;
-    drop(left.stdin.take());
-    for (what, folder, mut worker) in [("input ends", left_folder, left), ("limit", late_folder, late)] {
-        let ended = wait_until(what, || worker.try_wait().is_ok_and(|status| status.is_some()));
-        // Where it has ended by itself there is nothing to end.
-        let _ = worker.kill();
-        let status = worker.wait()?;
-        ended?;
-        assert_eq!(status.signal(), Some(9), "{what}: {status}");
-        assert!(!folder.exists(), "{what}: a folder is left");
-    }
-    Ok(())
-}
-
 fn killed_compiles_leave_nothing() -> Result<(), Failed> {
     for (signal, number) in [("KILL", 9), ("INT", 2)] {
         let temporary = tempfile::tempdir()?;
@@ -563,10 +531,11 @@ fn killed_compiles_leave_nothing() -> Result<(), Failed> {
         let mut compile = compile.env("TMPDIR", &folder).stderr(Stdio::null()).spawn()?;
         let writes = |part: std::fs::DirEntry| fs::read_dir(part.path().join("hlo")).is_ok_and(|hlo| hlo.count() > 0);
         wait_until("a dump of libtpu's", || fs::read_dir(&folder).is_ok_and(|all| all.flatten().any(writes)))?;
-        assert_eq!(processes_of(&folder), 1);
+        // The worker, and the guardian that ends it.
+        assert_eq!(processes_of(&folder), 2);
         assert!(Command::new("kill").arg(format!("-{signal}")).arg(compile.id().to_string()).status()?.success());
         assert_eq!(compile.wait()?.signal(), Some(number), "it had ended by itself");
-        wait_until("the worker's end", || processes_of(&folder) == 0)?;
+        wait_until("the end of both", || processes_of(&folder) == 0)?;
         let left: Vec<_> = fs::read_dir(&folder)?.flatten().map(|entry| entry.path()).collect();
         assert!(left.is_empty(), "{signal}: {left:?}");
     }
