@@ -78,6 +78,7 @@ def test_invariance_bad_options_name_what_is_expected() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         (dict(invariant=["bathc"]), "invariant: got `bathc`, expected usual, bits, limits, or some of repeat"),
         (dict(invariant=[]), "invariant: got no relation"),
+        (dict(invariant=None), "invariant: got None, expected True, False,"),
         (dict(variants=[honest]), "variants: got functions, expected none without `invariant`"),
         (dict(invariant=True, variants=[3]), r"variants\[0\]: got int, expected a function"),
         (dict(judged=False, invariant="limits"), "invariant: got \"limits\", expected bits or relations"),

@@ -295,8 +295,7 @@ fn table(outcome: &PanelOutcome) -> String {
     )
 }
 
-/// Writes four tables: what was driven; the result of each kernel by dtype and regime; why it fails; in which relations each token has
-/// the same numbers.
+/// Writes four tables: what was driven; the result of each kernel by dtype and regime; why it fails; which relations of invariance hold.
 fn markdown(outcome: &PanelOutcome, causes: &[PanelCause]) -> String {
     let regimes = Regime::FINITE.map(|regime| regime.to_string());
     let mut driven = String::from("| | what is driven | with |\n|---|---|---|\n");

@@ -423,7 +423,7 @@ fn kept_ids_of_any_integers_are_read_and_others_refused() {
     let path = "given.safetensors";
     assert_eq!(with("U8", "[1,2,2]", &[0, 1, 2, 1]).unwrap(), array![[[0, 1], [2, 1]]]);
     let long: Vec<u8> = [-1_i64, i64::MAX].iter().flat_map(|id| id.to_le_bytes()).collect();
-    // What does not fit 32 bits is no id of any vocabulary: no entry under the mask, and an error elsewhere.
+    // An id beyond 32 bits is in no vocabulary: under the mask it counts as no entry, and elsewhere it is an error.
     assert_eq!(with("I64", "[1,2,1]", &long).unwrap(), array![[[-1], [-1]]]);
     let said = narrowed_kept_ids(&array![[[1, i64::MAX]]], &array![[true]], 5).unwrap_err().to_string();
     assert!(said.starts_with("`kept_ids[0,0,1]`: got 9223372036854775807, expected 0 ≤ id < V = 5"), "{said}");

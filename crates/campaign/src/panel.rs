@@ -366,7 +366,7 @@ impl<K: KernelUnderTest> Panelist<K> {
                 Err(NotCompared::NotAsked(why)) if finding.problems == 0 => {
                     finding.not_asked.get_or_insert(why);
                 }
-                // What does not answer has been counted where it was judged.
+                // A kernel without an answer is counted where it is judged.
                 _ => {}
             }
         }

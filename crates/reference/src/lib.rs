@@ -679,7 +679,7 @@ impl Reference<'_> {
     /// w·policy_ℓ + w_kl·beta·kl_ℓ + ∂x/∂ℓ · share · Σ_u (w_u·policy_w + w_kl,u·beta·kl_w)
     /// ```
     ///
-    /// with the sum over the tokens that share the ratio: the row, or the token alone. The term of `kl_ℓ` is left to
+    /// The sum is over the tokens that share the ratio: the row, or the token alone. The term of `kl_ℓ` is left to
     /// [`grad_kl_logp`](Self::grad_kl_logp) if that log-probability is another.
     pub fn grad_logp(&self, token: &Token, branch: &Branch, coupling: f64) -> f64 {
         let policy = token.weight * branch.policy(self.spec, &token.inputs).by_logp;

@@ -419,7 +419,7 @@ pub fn any_kept_spec() -> BoxedStrategy<LossSpec> {
     let range = || select(vec![SoftmaxRange::Set, SoftmaxRange::Vocabulary]);
     (any_spec(), range(), range(), any::<bool>())
         .prop_map(|(mut spec, entropy, kl, keep_sampled)| {
-            // What one softmax of each kind does not cover is refused by the spec's own check.
+            // The spec's own check refuses losses that need a third softmax.
             let divides_logp =
                 spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
             let by_token_ratio = spec.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::TokenRatio);

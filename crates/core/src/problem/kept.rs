@@ -8,8 +8,8 @@ use crate::spec::{LossSpec, Support};
 /// The id in `kept_ids` that fills up a set of fewer than `K` entries.
 pub const NO_ENTRY: i32 = -1;
 
-/// Returns the vocabulary entries of a token's kept set, in ascending order: those of `kept_ids` that are in the rest of the support, and
-/// with `keep_sampled` the token's `own` id.
+/// Returns the vocabulary entries of a token's kept set, in ascending order: those of `kept_ids` that are in the rest of
+/// the support, and the token's `own` id if the support says `keep_sampled`.
 pub fn kept_entries(support: &Support, kept_ids: ArrayView1<i32>, own: i64) -> Vec<usize> {
     let ids = kept_ids.iter().filter_map(|id| usize::try_from(*id).ok());
     let own = usize::try_from(own).ok().filter(|_| support.keep_sampled);

@@ -111,8 +111,8 @@ pub struct Extra {
     pub temperature: Option<Array2<f64>>,
     /// The ids of each token after its first, if the spec has several [ids per token](LossSpec::ids_per_token).
     pub others: Option<OtherIds>,
-    /// The vocabulary entries that the sampler has kept for each token, `[B,T,K]`, in any order; −1 at the places of a set
-    /// of fewer than `K`. Any values are allowed where the mask is false.
+    /// The vocabulary entries that the sampler has kept for each token, `[B,T,K]`, in any order; −1 fills up a smaller
+    /// set. Any values are allowed where the mask is false.
     pub kept_ids: Option<Array3<i32>>,
 }
 

@@ -32,7 +32,7 @@ impl AgreementRows {
     /// # Errors
     /// [`ProblemError`] if the problem does not fit the spec, or the spec has kept sets.
     pub(super) fn new(spec: &LossSpec, logits: SharedLogits, limits: &Limits) -> Result<Self, ProblemError> {
-        // Which entries a sampler dropped is what a comparison finds out.
+        // The comparison itself looks for the entries that a sampler dropped.
         if spec.reads_kept_ids() {
             let expected = "none: sets that one side dropped are among the causes that are looked for";
             return Err(SpecError { field: "support.kept", given: "given".into(), expected }.into());

@@ -75,7 +75,7 @@ pub(crate) fn diagnose_tokens<G>(
     if of_logp && let Some(rows) = diagnose_rows(reference, candidate.logp.as_ref()?) {
         return Some(rows);
     }
-    // Where terms are equal, what such a sum loses may also be some entries at the end; its very error is no chance.
+    // A sum of equal terms may lose as much as some entries at the end would add. An error that is predicted is no chance.
     if explained_by_sum && told_by_sum && error <= of_sum {
         return Some(Diagnosis::NaiveSum(shape.vocab));
     }

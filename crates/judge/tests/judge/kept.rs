@@ -60,7 +60,7 @@ fn expect_rejected(spec: &LossSpec, gate: &str, wrong: impl Fn(&LossSpec, &Probl
     }
 }
 
-/// The same problem with other sets.
+/// Returns a problem with each id of its sets replaced.
 fn with_sets(problem: &Problem, of: impl Fn(i32) -> i32) -> Problem {
     let mut other = problem.clone();
     other.extra.kept_ids = other.extra.kept_ids.map(|kept| kept.mapv(of));

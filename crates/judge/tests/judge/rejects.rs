@@ -363,6 +363,37 @@ fn tie_band_takes_either_branch_inside_and_one_outside() {
     assert!(clipped(&problem, &spec), "above the bound it is");
 }
 
+/// One of three tokens lies at the clip's bound: a share of 0 may be ⅓, which f32 rounds up, and no more.
+#[test]
+fn tie_share_of_tokens_is_rounded_where_it_is() {
+    let spec = LossSpec::default();
+    let recipe = Recipe {
+        shape: [1, 3, 97],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 3,
+        old_logp_noise_scale: 0.0,
+        masked_garbage: false,
+    };
+    let mut problem = recipe.unmasked_problem(&spec).unwrap();
+    problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::arr1(&[1.0]));
+    let known = reference::evaluate(&spec, &problem).unwrap();
+    let logp = [0, 1, 2].map(|t| known.token(0, t).unwrap().inputs.logp);
+    problem.old_logp = Some(ndarray::arr2(&[[logp[0] - 1.2_f64.ln() + assay_judge::U, logp[1], logp[2]]]));
+    let reference = reference::evaluate(&spec, &problem).unwrap();
+    assert_eq!(reference.outcome().metrics.clip_high, 0.0);
+    let judged = |share: f32| {
+        let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+        candidate.metrics.as_mut().expect("native gives metrics").clip_high = share.into();
+        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap();
+        verdicts.iter().find(|verdict| verdict.gate == Gate::new(Output::ClipHigh, Model::Count)).unwrap().passed()
+    };
+    let third = 1.0_f32 / 3.0;
+    assert!(f64::from(third) > 1.0 / 3.0);
+    assert!(judged(0.0) && judged(third));
+    assert!(!judged(third.next_up()) && !judged(2.0 * third));
+}
+
 /// `jnp.minimum(ρA, jnp.clip(ρ, 0.8, 1.2)·A)` at a `ρ` of 1.2 has ¾ of a gradient: ½ of one argument, and ½ of ½ of the other.
 #[test]
 fn tie_gradient_between_its_branches_passes_and_beyond_fails() {

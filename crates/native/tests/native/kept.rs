@@ -76,7 +76,7 @@ fn kept_qwen_vocabulary_matches_reference() {
     }
 }
 
-/// Of 151,936 entries most have small dlogits, which an f32 sum would lose beside the few large ones of a set.
+/// Most of 151,936 entries have small dlogits, which an f32 sum would lose beside the few large ones of a set.
 #[test]
 fn kept_lm_head_of_qwen_vocabulary_matches_reference() {
     let layout = HeadLayout::VocabByHidden;

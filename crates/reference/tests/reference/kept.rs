@@ -54,7 +54,7 @@ fn inside(problem: &Problem, (b, t): (usize, usize), j: usize) -> bool {
     (0..kept.dim().2).any(|k| same(kept[[b, t, k]].into())) || same(problem.ids[[b, t]])
 }
 
-/// The same problem without sets, and with logits of −∞ on the side of `left_out`.
+/// Returns a problem without its sets, whose logits are −∞ on the side of `left_out`.
 fn with_holes(problem: &Problem, scale: f64, left_out: impl Fn(bool) -> bool) -> Problem {
     let hole = if scale < 0.0 { f64::INFINITY } else { f64::NEG_INFINITY };
     let logits = problem.logits.to_f64();
