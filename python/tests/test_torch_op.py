@@ -290,9 +290,15 @@ def test_head_operations_are_sound() -> None:
         tensors = leaves(problem)
         if frozen is not None:
             tensors[frozen].requires_grad_(False)
-        torch.library.opcheck(
-            assay.torch._head_loss, (*tensors, False, 4, *arrays, None, problem.spec.to_json()), test_utils=tests
-        )
+        rest = (*arrays, None, problem.spec.to_json())
+        torch.library.opcheck(assay.torch._head_loss, (*tensors, False, 4, *rest), test_utils=tests)
+        head = (*(x.requires_grad for x in tensors), *(x.detach() for x in tensors), False, 4)
+        of_loss = (assay.torch._head_gradient, (torch.tensor(2.0), None, None, torch.empty(0), *head, *rest))
+        json = assay.spec("logp", entropy=False, ids_per_token=1).to_json()
+        of_ids = (arguments["ids"][..., None], arguments["mask"], json)
+        of_logps = (assay.torch._head_gather_gradient, (torch.ones(3, 5, 1), *head, *of_ids))
+        for operation, inputs in (of_loss, of_logps):
+            torch.library.opcheck(operation, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("g", [1.0, 1 / 7, 65536.0])
