@@ -8,7 +8,8 @@
 
 No copy of the logits is made. On the CPU the kernel is the one that `assay` judges under the name `native`, on an NVIDIA GPU those of
 `gpu-one-pass` and `gpu-two-pass`. The forward pass reads the logits once. The backward pass reads them once more and writes dlogits for
-the cotangent that arrives, each rounded once. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
+the cotangent that arrives, each rounded once. With hidden states and an LM head on the CPU, the forward pass makes their gradients too,
+for the cotangent that the loss is likely to have; if another one arrives, the backward pass makes them again. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
 other writes dlogits too, for the cotangent of the step before; if the loss has that one again, the backward pass reads and writes nothing.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
@@ -1012,6 +1013,10 @@ def grpo_loss(
             and a loss whose tokens do not depend on each other, they are written in the forward pass: the gradient is then that
             of the loss alone, and dlogits are rounded once more at a step whose loss is multiplied by another number than at the
             step before. It is refused under torch.compile, and for logits that their producer needs for its own gradient.
+        loss_scale: What the loss will be multiplied by before it is differentiated, a number; it changes no result. With `hidden` on
+            the CPU the forward pass makes the gradients for it, so that each logit is made once. None: what the last two backward
+            passes of this loss multiplied it by, if that was the same; 1 at first. 0: the backward pass makes them, from logits
+            that are made again, as it does where it is sent anything else than was expected.
 
     Returns:
         `GrpoLoss`. A gradient of a gradient is an error, and with `inplace=True` so is a second backward pass.
