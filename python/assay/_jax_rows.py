@@ -213,9 +213,22 @@ class Native:
     @staticmethod
     def gradient(plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
         operands = (part.logits, ids, scales, *Native._columns(part))
-        result = _like(part.logits.shape, part.logits.dtype, *operands)
-        call = jax.ffi.ffi_call(_registered("gradient"), result, input_output_aliases={0: 0})
-        return call(*operands, spec=plan.spec.to_json())
+        results = (_like(part.logits.shape, part.logits.dtype, *operands),)
+        call = jax.ffi.ffi_call(_registered("gradient"), results, input_output_aliases={0: 0})
+        (dlogits,) = Native._over_logits(functools.partial(call, spec=plan.spec.to_json()), results, *operands)
+        return dlogits
+
+    @staticmethod
+    def _over_logits(call: Callable[..., Any], results: Sequence[Any], logits: Array, *others: Array) -> Any:
+        """Makes a call whose first result is written over the logits.
+
+        XLA copies what such a call writes over, and omits the copy later if it still stands alone. Before that it joins the copy to a
+        reshape, which every product of `[B,T,H]` ends with: logits are then held twice. It joins nothing to what a branch is given. The
+        other branch is never taken: no number has more than 32 bits that are set, which XLA does not know.
+        """
+        first = lax.bitcast_convert_type(logits[0, 0, 0], f"uint{8 * logits.dtype.itemsize}")
+        skipped = lambda logits, *_: (logits, *(jnp.zeros_like(result) for result in results[1:]))  # noqa: E731
+        return lax.cond(lax.population_count(first) <= 32, call, skipped, logits, *others)
 
     @staticmethod
     def _columns(part: Part) -> tuple[Array, ...]:
@@ -234,7 +247,8 @@ class Native:
             _like((*ids.shape, COLUMNS), jnp.float32, *operands),
         )
         call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
-        dlogits, columns = call(*operands, spec=plan.spec.to_json(), sequences="packed" if packed else "rows")
+        attributes = {"spec": plan.spec.to_json(), "sequences": "packed" if packed else "rows"}
+        dlogits, columns = Native._over_logits(functools.partial(call, **attributes), results, *operands)
         return columns, dlogits
 
 

@@ -262,6 +262,25 @@ def test_dlogits_lie_over_donated_logits() -> None:
     assert memory.temp_size_in_bytes < 0.02 * size
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("form", ["rows", "frozen head"])
+def test_logits_that_a_product_makes_are_held_once(form: str, level: str) -> None:
+    """Dlogits lie over them, and the products of dlogits read them there."""
+    spec = assay.spec("trl", loss_type="grpo", importance_sampling_level=level)
+    batch = Batch(4, 16, 4096)
+    hidden, lm_head = jnp.linspace(-1, 1, 4 * 16 * 32).reshape(4, 16, 32), jnp.linspace(-2, 1, 32 * 4096).reshape(32, 4096)
+    made_of = {"rows": lambda x, w: (x.reshape(64, 32) @ w).reshape(4, 16, 4096), "frozen head": lambda x, w: x @ w}[form]
+    loss = batch.value(spec=spec)
+    step = jax.value_and_grad(lambda *both: loss(made_of(*both)), argnums=(0, 1) if form == "rows" else 0)
+    compiled = jax.jit(step).lower(hidden, lm_head).compile()
+    held = compiled.memory_analysis().temp_size_in_bytes / batch.logits.nbytes
+    assert 1 <= held < 1.05, held
+    value, gradients = compiled(hidden, lm_head)
+    expected, dlogits = jax.value_and_grad(loss)(made_of(hidden, lm_head))
+    dhidden = gradients[0] if form == "rows" else gradients
+    assert value == expected and jnp.allclose(dhidden, dlogits @ lm_head.T, rtol=1e-5, atol=1e-7) and dhidden.any()
+
+
 def test_vmap_is_the_batches_one_by_one() -> None:
     batch, other = Batch(2, 3, 16), Batch(2, 3, 16).logits[::-1]
     single = jax.value_and_grad(batch.value())

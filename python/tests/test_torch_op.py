@@ -246,7 +246,7 @@ def test_head_gradient_is_not_copied_into_a_leaf(monkeypatch: pytest.MonkeyPatch
     kept = assay.torch._gradients_as_given
 
     def noted(*arguments: Any) -> Any:
-        gradients = kept(*arguments)
+        gradients: Any = kept(*arguments)
         made.extend(gradient.data_ptr() for gradient in gradients)
         return gradients
 
