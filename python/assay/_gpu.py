@@ -661,27 +661,35 @@ def multiply(
 
 
 def head_gradient(
-    arrays: Arrays, spec: str, head: Head, given: Mapping[str, Array | None], kept: Array, sent: _Sent
-) -> tuple[Array, Array]:
-    """dhidden `[B,T,H]`, f32 sums over V rounded once to the dtype of `hidden`, and dlm_head `[V,H]`, f32 sums over tokens: each chunk's
-    logits are made once more, and dlogits go over them. Products are taken of dlogits in the dtype of `hidden`: 16-bit ones are rounded
-    to it."""
+    arrays: Arrays,
+    spec: str,
+    head: Head,
+    given: Mapping[str, Array | None],
+    kept: Array,
+    sent: _Sent,
+    asked: tuple[bool, bool] = (True, True),
+) -> tuple[Array | None, Array | None]:
+    """Computes dhidden `[B,T,H]`, f32 sums over V rounded once to the dtype of `hidden`, and dlm_head `[V,H]`, f32 sums over tokens, each
+    where it is `asked` for. Each chunk's logits are made once more, and dlogits go over them. Products are taken of dlogits in the dtype
+    of `hidden`: 16-bit ones are rounded to it."""
     shape = _expect_head(arrays, head)
     kernels = _gradient_kernels(arrays, spec, shape, _dtype_of(arrays, head), given, kept)
     flags = _give_cotangents(kernels, sent)
     dtype, counted = arrays.dtype(head.hidden), _kept(spec, shape[0] * shape[1], shape[2]).of(kept, "counted")
-    dhidden = arrays.empty(head.hidden.shape, dtype)
-    dlm_head = arrays.empty(head.lm_head.shape, "f32")
-    rows = dhidden.reshape(counted.shape[0], -1)
+    dhidden = arrays.empty(head.hidden.shape, dtype) if asked[0] else None
+    dlm_head = arrays.empty(head.lm_head.shape, "f32") if asked[1] else None
+    rows = None if dhidden is None else dhidden.reshape(counted.shape[0], -1)
 
     def of_chunk(at: slice, hidden: Array, logits: Array) -> None:
         # What is made here is gone before the next chunk's.
         kernels.launch_rows("dlogits", {"logits": logits, "dlogits": logits}, at=at, sent=(*flags, False))
         dlogits = arrays.cast(logits[0], dtype)
-        head.multiply(dlogits.T, hidden, dlm_head, at.start > 0)
-        sums = arrays.empty(hidden.shape, "f32")
-        head.multiply(dlogits, head.lm_head, sums, False)
-        rows[at] = arrays.cast(sums, dtype)
+        if dlm_head is not None:
+            head.multiply(dlogits.T, hidden, dlm_head, at.start > 0)
+        if rows is not None:
+            sums = arrays.empty(hidden.shape, "f32")
+            head.multiply(dlogits, head.lm_head, sums, False)
+            rows[at] = arrays.cast(sums, dtype)
 
     for chunk in head.chunks(arrays, counted):
         of_chunk(*chunk)

@@ -29,6 +29,7 @@ __all__ = [
     "op_head_gather_logp_gradient",
     "op_head_gradient",
     "op_head_loss",
+    "op_head_loss_and_gradient",
     "op_loss",
     "op_sequences",
     "page",
@@ -389,17 +390,26 @@ def op_gather_logp(spec: Spec, logits: Any, ids: Any, mask: Any) -> Array: ...
 def op_gather_logp_gradient(spec: Spec, logits: Any, dlogits: Any, ids: Any, mask: Any, dlogp: Any) -> None: ...
 def op_head_gather_logp(spec: Spec, head: tuple[Any, Any, bool, int], ids: Any, mask: Any) -> Array: ...
 def op_head_gather_logp_gradient(
-    spec: Spec, head: tuple[Any, Any, bool, int], ids: Any, mask: Any, dlogp: Any
-) -> tuple[Array, Array]: ...
+    spec: Spec, head: tuple[Any, Any, bool, int], asked: tuple[bool, bool], ids: Any, mask: Any, dlogp: Any
+) -> tuple[Array | None, Array | None]: ...
 def op_head_loss(
     spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
 ) -> tuple[float, Array, Array, Array, Array]: ...
+def op_head_loss_and_gradient(
+    spec: Spec,
+    head: tuple[Any, Any, bool, int],
+    asked: tuple[bool, bool],
+    arrays: dict[str, Any],
+    normalizer: float | None,
+    loss: float,
+) -> tuple[tuple[float, Array, Array, Array, Array], tuple[Array | None, Array | None]]: ...
 def op_head_gradient(
     spec: Spec,
     head: tuple[Any, Any, bool, int],
+    asked: tuple[bool, bool],
     arrays: dict[str, Any],
     normalizer: float | None,
     loss: float,
     logp: Any | None,
     entropy: Any | None,
-) -> tuple[Array, Array]: ...
+) -> tuple[Array | None, Array | None]: ...

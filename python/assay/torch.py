@@ -8,7 +8,8 @@
 
 No copy of the logits is made. On the CPU the kernel is the one that `assay` judges under the name `native`, on an NVIDIA GPU those of
 `gpu-one-pass` and `gpu-two-pass`. The forward pass reads the logits once. The backward pass reads them once more and writes dlogits for
-the cotangent that arrives, each rounded once. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
+the cotangent that arrives, each rounded once. With hidden states and an LM head on the CPU, the forward pass makes their gradients too,
+for the cotangent that the loss is likely to have; if another one arrives, the backward pass makes them again. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
 other writes dlogits too, for the cotangent of the step before; if the loss has that one again, the backward pass reads and writes nothing.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
@@ -89,6 +90,8 @@ _GIVEN = ", ".join(
     + ["Tensor? normalizer", "str spec"]
 )
 _HEAD = "Tensor hidden, Tensor lm_head, bool rounds_logits, int chunk"
+# Which of their gradients are computed; an operation returns an empty tensor for the other.
+_ASKED = "bool asks_hidden, bool asks_lm_head"
 # What is differentiated for; None is 0.
 _SENT = "Tensor? loss, Tensor? logp, Tensor? entropy"
 _EVALUATED = "Tensor, Tensor, Tensor, Tensor, Tensor"
@@ -181,6 +184,32 @@ class _Constants:
 
 
 _CONSTANTS = _Constants()
+
+
+class _LikelyCotangents:
+    """The cotangent that the loss of hidden states is likely to have, by its spec: the one that its last two backward passes had, both
+    of them the loss's alone; 1 at first. It decides when gradients are computed, and never which."""
+
+    _MOST = 256
+
+    def __init__(self) -> None:
+        #: The last cotangent, None where logp or entropy had one too, and whether the one before was equal.
+        self._last: dict[str, tuple[float | None, bool]] = {}
+
+    def get(self, json: str) -> float | None:
+        """Returns the cotangent, or None where none is likely."""
+        last, again = self._last.get(json, (1.0, True))
+        return last if again else None
+
+    def note(self, json: str, sent: float | None) -> None:
+        """Notes what a backward pass was given: the cotangent of the loss, or None where it was not the only one."""
+        last, _ = self._last.pop(json, (1.0, True))
+        while len(self._last) >= self._MOST:
+            self._last.pop(next(iter(self._last)), None)
+        self._last[json] = sent, sent is not None and sent == last
+
+
+_LIKELY = _LikelyCotangents()
 
 
 class _Tensors:
@@ -364,39 +393,62 @@ def _gradient(
     return dlogits
 
 
+def _head(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first arguments of an operation with a head, as kernels read them."""
+    return _row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk
+
+
+def _gradients_as_given(gradients: tuple[Any, Any], hidden: Tensor, lm_head: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients that were asked for, in the shapes and dtypes of hidden states and head."""
+    dhidden, dlm_head = (None if array is None else torch.from_dlpack(array) for array in gradients)
+    return (
+        None if dhidden is None else dhidden.view(hidden.shape),
+        None if dlm_head is None else dlm_head.to(lm_head.dtype),
+    )
+
+
 @_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> ({_EVALUATED}, Tensor)", _LOGITS)
 def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
-    head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
+    head = _head(hidden, lm_head, rounds_logits, chunk, given)
     if _on_gpu(hidden):
         return _loss_on_gpu(hidden.device, _gpu.Head(*head, _multiply), given)
     spec, arrays, normalizer = _given(given)
     return *_evaluated(_native.op_head_loss(spec, head, arrays, normalizer), given), _nothing_kept()
 
 
-@_op("grpo_loss_of_head_gradient", f"({_SENT}, Tensor kept, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", _LOGITS)
+@_op("grpo_loss_of_head_gradient", f"({_SENT}, Tensor kept, {_ASKED}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", _LOGITS)
 def _head_gradient(
     loss: Tensor | None,
     logp: Tensor | None,
     entropy: Tensor | None,
     kept: Tensor,
+    asks_hidden: bool,
+    asks_lm_head: bool,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
     chunk: int,
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
-    head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
+    head, asked = _head(hidden, lm_head, rounds_logits, chunk, given), (asks_hidden, asks_lm_head)
     of_logp, of_entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in (logp, entropy))
+    gradients: tuple[Any, Any]
     if _on_gpu(hidden):
         sent = (None if loss is None else loss.detach(), of_logp, of_entropy)
         of_head = _gpu.Head(*head, _multiply)
-        gradients = _gpu.head_gradient(_Tensors(hidden.device), given[-1], of_head, _detached(given), kept, sent)
+        gradients = _gpu.head_gradient(_Tensors(hidden.device), given[-1], of_head, _detached(given), kept, sent, asked)
     else:
         spec, arrays, normalizer = _given(given)
         number = 0.0 if loss is None else float(loss)
-        gradients = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, number, of_logp, of_entropy))
+        _LIKELY.note(given[-1], number if logp is None and entropy is None else None)
+        gradients = _native.op_head_gradient(spec, head, asked, arrays, normalizer, number, of_logp, of_entropy)
+    return _or_empty(_gradients_as_given(gradients, hidden, lm_head), hidden, lm_head)
+
+
+def _or_empty(gradients: tuple[Tensor | None, Tensor | None], hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients as an operation returns them: an empty tensor for None."""
     dhidden, dlm_head = gradients
-    return dhidden.view(hidden.shape), dlm_head.to(lm_head.dtype)
+    return hidden.new_empty(0) if dhidden is None else dhidden, lm_head.new_empty(0) if dlm_head is None else dlm_head
 
 
 @_loss.register_fake
@@ -424,13 +476,17 @@ def _(
     logp: Tensor | None,
     entropy: Tensor | None,
     kept: Tensor,
+    asks_hidden: bool,
+    asks_lm_head: bool,
     hidden: Tensor,
     lm_head: Tensor,
-    rounds_logits: bool,
-    chunk: int,
-    *given: Any,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), lm_head.new_empty(lm_head.shape)
+    return _empty_gradients(asks_hidden, asks_lm_head, hidden, lm_head)
+
+
+def _empty_gradients(asks_hidden: bool, asks_lm_head: bool, hidden: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape if asks_hidden else 0), lm_head.new_empty(lm_head.shape if asks_lm_head else 0)
 
 
 # How many arguments the gradient is of: the logits, or hidden states and head. The rest have none.
@@ -457,7 +513,13 @@ def _backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Se
 
 def _head_backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
     *tensors, kept = ctx.saved_tensors
-    return (*_head_gradient(loss, logp, entropy, kept, *_arguments(tensors, ctx)), *[None] * (len(tensors) - 2))
+    asked = ctx.needs_input_grad[:2]
+    gradients = _head_gradient(loss, logp, entropy, kept, *asked, *_arguments(tensors, ctx))
+    return (*_asked(gradients, asked), *[None] * (len(tensors) - 2))
+
+
+def _asked(gradients: Sequence[Tensor | None], asked: Sequence[bool]) -> list[Tensor | None]:
+    return [gradient if is_asked else None for gradient, is_asked in zip(gradients, asked, strict=True)]
 
 
 _loss.register_autograd(_backward, setup_context=_setup)
@@ -484,14 +546,27 @@ def _head_gather(
     return torch.from_dlpack(_native.op_head_gather_logp(_read(spec), head, ids, mask))
 
 
-@_op("gather_logp_of_head_gradient", f"(Tensor dlogp, {_HEAD}, Tensor ids, Tensor mask, str spec) -> (Tensor, Tensor)", ("cpu",))
+@_op(
+    "gather_logp_of_head_gradient",
+    f"(Tensor dlogp, {_ASKED}, {_HEAD}, Tensor ids, Tensor mask, str spec) -> (Tensor, Tensor)",
+    ("cpu",),
+)
 def _head_gather_gradient(
-    dlogp: Tensor, hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+    dlogp: Tensor,
+    asks_hidden: bool,
+    asks_lm_head: bool,
+    hidden: Tensor,
+    lm_head: Tensor,
+    rounds_logits: bool,
+    chunk: int,
+    ids: Tensor,
+    mask: Tensor,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
     head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
-    sent = dlogp.detach().contiguous()
-    dhidden, dlm_head = _tensors(_native.op_head_gather_logp_gradient(_read(spec), head, ids, mask, sent))
-    return dhidden, dlm_head.to(lm_head.dtype)
+    sent, asked = dlogp.detach().contiguous(), (asks_hidden, asks_lm_head)
+    gradients = _native.op_head_gather_logp_gradient(_read(spec), head, asked, ids, mask, sent)
+    return _or_empty(_gradients_as_given(gradients, hidden, lm_head), hidden, lm_head)
 
 
 @_gather.register_fake
@@ -513,9 +588,9 @@ def _(
 
 @_head_gather_gradient.register_fake
 def _(
-    dlogp: Tensor, hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+    dlogp: Tensor, asks_hidden: bool, asks_lm_head: bool, hidden: Tensor, lm_head: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), lm_head.new_empty(lm_head.shape)
+    return _empty_gradients(asks_hidden, asks_lm_head, hidden, lm_head)
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -529,8 +604,8 @@ def _gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _head_gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = _arguments(ctx.saved_tensors, ctx)
-    return (*_head_gather_gradient(dlogp, *inputs), *[None] * (len(inputs) - 2))
+    inputs, asked = _arguments(ctx.saved_tensors, ctx), ctx.needs_input_grad[:2]
+    return (*_asked(_head_gather_gradient(dlogp, *asked, *inputs), asked), *[None] * (len(inputs) - 2))
 
 
 _gather.register_autograd(_gather_backward, setup_context=_setup_gather)
@@ -618,6 +693,68 @@ class _OnePass(torch.autograd.Function):
         dlogits = dlogits.data if is_made else _place_for_dlogits(logits)
         _gpu.gradient(arrays, given[-1], _row(logits, given), _row(dlogits, given), named, kept, sent, made=is_made)
         return (_once(dlogits, logits), *[None] * (1 + len(given)))
+
+
+class _HeadFirst(torch.autograd.Function):
+    """The loss of hidden states and head on the CPU with their gradients made in the forward pass, for the cotangent `scale` of the loss:
+    each chunk's logits are made once. If other cotangents arrive, the backward pass makes the gradients again, as `_head_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: float, hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
+        head, asked = _head(hidden, lm_head, rounds_logits, chunk, given), ctx.needs_input_grad[1:3]
+        spec, arrays, normalizer = _given(given)
+        evaluated, gradients = _native.op_head_loss_and_gradient(spec, head, asked, arrays, normalizer, scale)
+        outputs = (*_evaluated(evaluated, given), _nothing_kept())
+        _setup(ctx, (hidden, lm_head, rounds_logits, chunk, *given), outputs)
+        # Not among the saved tensors: they are gone after the first backward pass, whose caller may write to what it was given.
+        ctx.scale, ctx.made = scale, [_gradients_as_given(gradients, hidden, lm_head)]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
+        # Of what was written to since, autograd says so here, also if the gradients that were made do not depend on it any more.
+        *tensors, kept = ctx.saved_tensors
+        arguments, asked = _arguments(tensors, ctx), ctx.needs_input_grad[1:3]
+        made = ctx.made.pop() if ctx.made else None
+        if made is not None and logp is None and entropy is None and _is_number(loss, ctx.scale):
+            _LIKELY.note(arguments[-1], ctx.scale)
+            gradients = [None if gradient is None else _once(gradient, of) for gradient, of in zip(made, arguments, strict=False)]
+        else:
+            made = None  # Its memory is free before others are made.
+            gradients = _asked(_head_gradient(loss, logp, entropy, kept, *asked, *arguments), asked)
+        return (None, *gradients, *[None] * (len(arguments) - 2))
+
+
+def _scale_of_gradients(hidden: Tensor, lm_head: Tensor, json: str, loss_scale: float | None) -> float | None:
+    """The cotangent of the loss for which the forward pass makes the gradients of hidden states and head; None: it makes none."""
+    if torch.compiler.is_compiling() or _on_gpu(hidden):
+        return None
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or lm_head.requires_grad)):
+        return None
+    # What traces sees one operation, with a backward pass that does not depend on a number.
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (hidden, lm_head)) or _is_observed():
+        return None
+    scale = _LIKELY.get(json) if loss_scale is None else loss_scale
+    # f32, as the loss and its cotangent.
+    return None if scale is None else _rounded_to_f32(scale) or None
+
+
+def _rounded_to_f32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+
+
+def _is_number(cotangent: Tensor | None, number: float) -> bool:
+    """Whether a cotangent of the loss is this number. Several at once, as of `is_grads_batched`, are not."""
+    if cotangent is None or torch._C._functorch.is_batchedtensor(cotangent) or torch._C._functorch.is_legacy_batchedtensor(cotangent):
+        return False
+    return float(cotangent.detach()) == number
+
+
+def _is_observed() -> bool:
+    """Whether something other than autograd sees operations or what they save. A checkpoint does: it runs the forward pass twice, and
+    gradients of the first run would be for nothing."""
+    saves_elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saves_elsewhere or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _expect_loss_alone(is_made: bool, beside: tuple[Tensor | None, ...]) -> None:
@@ -782,7 +919,6 @@ def _json_of_kept_sets(json: str, of_project: bool) -> str:
 
 # Arguments of `assay.jax.grpo_loss` that have no meaning here.
 _OF_JAX = {
-    "loss_scale": "multiply the loss itself, (result.loss * scale).backward(): each dlogit is computed from that and rounded once",
     "implementation": "the device of the logits decides: the CPU kernel, or the kernels for NVIDIA GPUs",
     "target": "the device of the logits decides: kernels are assembled for the GPU that they run on",
     "batch_axis": "each rank calls it on its own sequences, with normalizer= the tokens of all ranks",
@@ -828,6 +964,7 @@ def grpo_loss(
     rounds_logits: bool = False,
     chunk: int = 0,
     inplace: bool = False,
+    loss_scale: float | None = None,
     **options: Any,
 ) -> GrpoLoss:
     """Computes a GRPO loss whose gradient is exact to one rounding, whatever the loss is multiplied by afterwards.
@@ -876,6 +1013,10 @@ def grpo_loss(
             and a loss whose tokens do not depend on each other, they are written in the forward pass: the gradient is then that
             of the loss alone, and dlogits are rounded once more at a step whose loss is multiplied by another number than at the
             step before. It is refused under torch.compile, and for logits that their producer needs for its own gradient.
+        loss_scale: What the loss will be multiplied by before it is differentiated, a number; it changes no result. With `hidden` on
+            the CPU the forward pass makes the gradients for it, so that each logit is made once. None: what the last two backward
+            passes of this loss multiplied it by, if that was the same; 1 at first. 0: the backward pass makes them, from logits
+            that are made again, as it does where it is sent anything else than was expected.
 
     Returns:
         `GrpoLoss`. A gradient of a gradient is an error, and with `inplace=True` so is a second backward pass.
@@ -886,6 +1027,7 @@ def grpo_loss(
     """
     _specs.refuse_foreign(options, "assay.jax", _OF_JAX)
     spec = _required(spec)
+    _expect_scale(loss_scale)
     _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask, "advantages": advantages})
     given: dict[str, Tensor | None] = {
         "ids": ids,
@@ -960,9 +1102,17 @@ def grpo_loss(
         head = _head_of(hidden, lm_head, rounds_logits, chunk, ids, given)
         if inplace:
             raise ProblemError("`inplace`: got True with an LM head, expected False: its logits are never all there")
-        outputs = _head_loss(*head, *arguments)
+        scale = _scale_of_gradients(*head[:2], json, loss_scale)
+        outputs = _head_loss(*head, *arguments) if scale is None else _HeadFirst.apply(scale, *head, *arguments)
     loss, logp, entropy, token_loss, metrics, _ = outputs
     return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
+
+
+def _expect_scale(loss_scale: float | None) -> None:
+    if loss_scale is not None and not (isinstance(loss_scale, (int, float)) and math.isfinite(loss_scale)):
+        raise ProblemError(
+            f"`loss_scale`: got {loss_scale!r}, expected a finite number, by which the loss is multiplied before its backward pass, or None"
+        )
 
 
 def _head_of(

@@ -57,7 +57,7 @@ mod _native {
     #[pymodule_export]
     use super::op::{
         op_gather_logp, op_gather_logp_gradient, op_gradient, op_head_gather_logp, op_head_gather_logp_gradient,
-        op_head_gradient, op_head_loss, op_loss, op_sequences,
+        op_head_gradient, op_head_loss, op_head_loss_and_gradient, op_loss, op_sequences,
     };
     #[pymodule_export]
     use super::problem::{Problem, Problems, load};

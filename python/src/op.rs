@@ -11,14 +11,15 @@ use crate::error;
 use crate::memory::{Array as LentArray, Block, Element, TensorArgument};
 use crate::spec::Spec;
 use assay::native::op::{Op, OpArguments, OpArray};
-use assay::native::{LogpEntropy, NativeHead, NativeOutputs, OutputCotangents};
-use assay::problem::{
-    CuSeqlens, Dtype, FloatArray, HeadGradient, HeadLayout, ProblemError, ProjectionView, Sequences, with_others,
-};
+use assay::native::{HeadDerivatives, LogpEntropy, NativeHead, NativeHeadGradients, NativeOutputs, OutputCotangents};
+use assay::problem::{CuSeqlens, Dtype, HeadLayout, ProblemError, ProjectionView, Sequences, with_others};
 use assay::spec::{LossSpec, Reduction};
 
 /// The results of a loss: loss, logp, entropy, token loss, and the metrics in their order.
 type LossResults = (f32, LentArray, LentArray, LentArray, LentArray);
+
+/// The gradients by hidden states, in their dtype, and by the head, in f32; `None` for each that was not asked for.
+type HeadGradientArrays = (Option<LentArray>, Option<LentArray>);
 
 /// The arguments beside logits, or beside hidden states and head.
 pub(crate) struct LossArguments {
@@ -267,6 +268,20 @@ impl Projected {
     fn projection(&self) -> Result<ProjectionView<'_>, String> {
         projection(&self.hidden, &self.lm_head, self.rounds_logits)
     }
+
+    /// Computes the loss and the gradients that are `asked` for, by the hidden states and by the head.
+    fn differentiated(
+        &self,
+        spec: &LossSpec,
+        op: &Op<'_>,
+        cotangents: OutputCotangents<'_>,
+        (hidden, lm_head): (bool, bool),
+    ) -> Result<(NativeOutputs, NativeHeadGradients), String> {
+        let (projection, tokens) = (self.projection()?, op.tokens().tokens());
+        let asked = HeadDerivatives { hidden, lm_head };
+        let done = self.kernel.forward_backward(spec, &projection, tokens, cotangents, asked);
+        done.map_err(|reason| reason.to_string())
+    }
 }
 
 /// The arguments for the log-probabilities of several ids per token, with their cotangents if they are differentiated.
@@ -386,24 +401,22 @@ pub(crate) fn op_head_gather_logp(
     forward.map(logps)
 }
 
-/// Computes the gradients of the log-probabilities by the hidden states, in their dtype, and by the head, in f32.
+/// Computes the gradients of the log-probabilities by the hidden states, in their dtype, and by the head, in f32: those
+/// of the two that are `asked` for.
 #[pyfunction]
 pub(crate) fn op_head_gather_logp_gradient(
     py: Python<'_>,
     spec: Spec,
     head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    asked: (bool, bool),
     ids: &Bound<'_, PyAny>,
     mask: &Bound<'_, PyAny>,
     dlogp: &Bound<'_, PyAny>,
-) -> PyResult<(LentArray, LentArray)> {
+) -> PyResult<HeadGradientArrays> {
     let (given, head) = (Gathered::read(&spec, ids, mask, Some(dlogp))?, Projected::read(head)?);
-    let (_, gradient) = done(py, || {
-        let (op, projection) = (given.op()?, head.projection()?);
-        let tokens = op.tokens().tokens();
-        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, OutputCotangents::default());
-        done.map_err(|reason| reason.to_string())
-    })?;
-    Ok(head_gradients(gradient))
+    let (_, gradients) =
+        done(py, || head.differentiated(&given.spec, &given.op()?, OutputCotangents::default(), asked))?;
+    Ok(head_gradients(gradients))
 }
 
 /// Computes the loss of the logits `hidden · lm_headᵀ` without its gradients.
@@ -424,32 +437,48 @@ pub(crate) fn op_head_loss(
     Ok(evaluated(evaluation))
 }
 
-/// Computes the gradients of the loss by the hidden states, in their dtype, and by the head, in f32.
+/// Computes the loss of the logits `hidden · lm_headᵀ`, and the gradients of `loss` times it by the hidden states, in
+/// their dtype, and by the head, in f32: those of the two that are `asked` for. Their bits are those of
+/// [`op_head_loss`] and [`op_head_gradient`].
+#[pyfunction]
+pub(crate) fn op_head_loss_and_gradient(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    asked: (bool, bool),
+    arrays: &Bound<'_, PyDict>,
+    normalizer: Option<f64>,
+    loss: f64,
+) -> PyResult<(LossResults, HeadGradientArrays)> {
+    let (given, head) = (LossArguments::read(&spec, arrays, normalizer)?, Projected::read(head)?);
+    let sent = OutputCotangents::from_loss(loss);
+    let (evaluation, gradients) = done(py, || head.differentiated(&given.spec, &given.op()?, sent, asked))?;
+    Ok((evaluated(evaluation), head_gradients(gradients)))
+}
+
+/// Computes the gradients of the loss by the hidden states, in their dtype, and by the head, in f32: those of the two
+/// that are `asked` for.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "they are the operation's")]
 pub(crate) fn op_head_gradient(
     py: Python<'_>,
     spec: Spec,
     head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    asked: (bool, bool),
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
     loss: f64,
     logp: Option<&Bound<'_, PyAny>>,
     entropy: Option<&Bound<'_, PyAny>>,
-) -> PyResult<(LentArray, LentArray)> {
+) -> PyResult<HeadGradientArrays> {
     let (given, head) = (LossArguments::read(&spec, arrays, normalizer)?, Projected::read(head)?);
     let sent = CotangentArrays::read(py, loss, logp, entropy)?;
-    let (_, gradient) = done(py, || {
-        let (op, projection) = (given.op()?, head.projection()?);
-        let tokens = op.tokens().tokens();
-        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, sent.cotangents());
-        done.map_err(|reason| reason.to_string())
-    })?;
-    Ok(head_gradients(gradient))
+    let (_, gradients) = done(py, || head.differentiated(&given.spec, &given.op()?, sent.cotangents(), asked))?;
+    Ok(head_gradients(gradients))
 }
 
-fn head_gradients(HeadGradient { dhidden, dlm_head, .. }: HeadGradient) -> (LentArray, LentArray) {
-    let FloatArray::F32(dlm_head) = dlm_head else { unreachable!("the head's gradient is f32") };
-    let dhidden = Block::floats(&Arc::new(dhidden), |dhidden| dhidden).expect("made densely");
-    (LentArray::lend(dhidden, true), kept(dlm_head))
+fn head_gradients(NativeHeadGradients { dhidden, dlm_head }: NativeHeadGradients) -> HeadGradientArrays {
+    let lent_floats =
+        |dhidden| LentArray::lend(Block::floats(&Arc::new(dhidden), |dhidden| dhidden).expect("made densely"), true);
+    (dhidden.map(lent_floats), dlm_head.map(kept))
 }

@@ -93,6 +93,214 @@ def test_a_campaign_with_a_head_passes() -> None:
     assert report.passed, str(report)
 
 
+def of_head(dtype: str = "f32", **options: Any) -> assay.Problem:
+    """A problem whose logits are the product of `hidden` `[3,5,8]` and `lm_head` `[257,8]`."""
+    spec = assay.spec(kl=KL, entropy_coef=0.01, **options)
+    return next(p for p in assay.problems(spec, 40, seed=5, dtypes=(dtype,), shapes=["3x5x257"], lm_head=True) if p.layout == "vh")
+
+
+class HeadCalls:
+    """Counts the calls of the kernels with a head, by name, from here on, and forgets which cotangents were sent before."""
+
+    NAMES = ("op_head_loss", "op_head_loss_and_gradient", "op_head_gradient")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, tuple[bool, bool] | None]] = []
+        monkeypatch.setattr(assay.torch, "_LIKELY", assay.torch._LikelyCotangents())
+        for name in self.NAMES:
+            monkeypatch.setattr(_native, name, self.counted(name, getattr(_native, name)))
+
+    def counted(self, name: str, kernel: Any) -> Any:
+        def call(spec: Any, head: Any, *rest: Any) -> Any:
+            self.asked.append((name, None if name == "op_head_loss" else rest[0]))
+            return kernel(spec, head, *rest)
+
+        return call
+
+    def taken(self) -> list[str]:
+        """The names since the last time."""
+        names, self.asked = [name for name, _ in self.asked], []
+        return names
+
+
+ONE_PASS, TWO_PASSES = ["op_head_loss_and_gradient"], ["op_head_loss", "op_head_gradient"]
+MADE_TWICE = ["op_head_loss_and_gradient", "op_head_gradient"]
+
+
+def leaves(problem: assay.Problem) -> tuple[Any, Any]:
+    arrays = problem.torch()
+    return arrays.hidden.clone().requires_grad_(), arrays.lm_head.clone().requires_grad_()
+
+
+def loss_of_head(problem: assay.Problem, hidden: Any, lm_head: Any, **options: Any) -> assay.torch.GrpoLoss:
+    arguments = {**given(problem), "spec": problem.spec, "chunk": 4, **options}
+    return assay.torch.grpo_loss(None, hidden=hidden, lm_head=lm_head, **arguments)
+
+
+def head_gradients(problem: assay.Problem, g: float, loss_scale: float | None) -> tuple[Any, Any]:
+    hidden, lm_head = leaves(problem)
+    (loss_of_head(problem, hidden, lm_head, loss_scale=loss_scale).loss * g).backward()
+    return hidden.grad, lm_head.grad
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_head_gradients_made_in_the_forward_pass_have_the_same_bits(
+    dtype: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = HeadCalls(monkeypatch)
+    problem = of_head(dtype, ratio={"level": level})
+    for g in (1.0, 1 / 7, -3.0):
+        expected = head_gradients(problem, g, loss_scale=0.0)
+        assert calls.taken() == TWO_PASSES
+        made = head_gradients(problem, g, loss_scale=g)
+        assert calls.taken() == ONE_PASS
+        assert all(torch.equal(*pair) and pair[0].any() for pair in zip(made, expected, strict=True))
+        assert [x.dtype for x in made] == [x.dtype for x in leaves(problem)]
+        # A number that is declared and not sent decides nothing.
+        other = head_gradients(problem, g, loss_scale=g * (1 + 2**-20))
+        assert calls.taken() == MADE_TWICE
+        assert all(torch.equal(*pair) for pair in zip(other, expected, strict=True))
+
+
+def test_head_cotangent_that_was_sent_twice_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = HeadCalls(monkeypatch)
+    problem = of_head()
+    passes = []
+    for g in (1.0, 1 / 7, 1 / 7, 1 / 7, 2.0, 1.0, 2.0, 2.0, 2.0):
+        head_gradients(problem, g, None)
+        passes.append(calls.taken())
+    assert passes == [ONE_PASS, MADE_TWICE, TWO_PASSES, ONE_PASS, MADE_TWICE, TWO_PASSES, TWO_PASSES, TWO_PASSES, ONE_PASS]
+    # Another loss has its own.
+    head_gradients(of_head(scale=0.5), 1.0, None)
+    assert calls.taken() == ONE_PASS
+
+
+def test_head_gradients_of_logp_and_entropy_are_made_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = HeadCalls(monkeypatch)
+    problem = of_head()
+
+    def gradients(**options: Any) -> Any:
+        hidden, lm_head = leaves(problem)
+        result = loss_of_head(problem, hidden, lm_head, **options)
+        (result.loss + result.logp.mean() - 0.5 * result.entropy.sum()).backward()
+        return hidden.grad, lm_head.grad
+
+    expected = gradients(loss_scale=0.0)
+    assert calls.taken() == TWO_PASSES
+    assert all(torch.equal(*pair) for pair in zip(gradients(loss_scale=1.0), expected, strict=True))
+    assert calls.taken() == MADE_TWICE
+    alone = head_gradients(problem, 1.0, 1.0)
+    assert not any(torch.equal(*pair) for pair in zip(alone, expected, strict=True))
+    gradients()
+    gradients()
+    calls.taken()
+    gradients()
+    assert calls.taken() == TWO_PASSES
+
+
+def test_head_gradients_are_made_for_what_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = HeadCalls(monkeypatch)
+    problem = of_head()
+    expected = head_gradients(problem, 1.0, 0.0)
+    with torch.no_grad():
+        loss_of_head(problem, *leaves(problem))
+    loss_of_head(problem, *(x.detach() for x in leaves(problem)))
+    assert calls.taken() == [*TWO_PASSES, "op_head_loss", "op_head_loss"]
+    for loss_scale in (None, 0.0):
+        for frozen in (0, 1):
+            tensors = leaves(problem)
+            tensors[frozen].requires_grad_(False)
+            loss_of_head(problem, *tensors, loss_scale=loss_scale).loss.backward()
+            assert calls.asked[-1][1] == (frozen == 1, frozen == 0)
+            assert tensors[frozen].grad is None
+            assert torch.equal(tensors[1 - frozen].grad, expected[1 - frozen])
+
+
+def test_head_gradients_once_given_are_not_given_again() -> None:
+    problem = of_head()
+    hidden, lm_head = leaves(problem)
+    loss = loss_of_head(problem, hidden, lm_head, loss_scale=1.0).loss
+    first = torch.autograd.grad(loss, (hidden, lm_head), retain_graph=True)
+    expected = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    second = torch.autograd.grad(loss, (hidden, lm_head), retain_graph=True)
+    assert all(torch.equal(*pair) for pair in zip(second, expected, strict=True))
+    (of_create,) = torch.autograd.grad(loss_of_head(problem, hidden, lm_head, loss_scale=1.0).loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of its gradient"):
+        of_create.sum().backward()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    # Of what was written to since, also a gradient that is there already is none.
+    loss = loss_of_head(problem, hidden * 1.0, scaled := lm_head * 1.0, loss_scale=1.0).loss
+    with torch.no_grad():
+        scaled.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_head_gradient_is_not_copied_into_a_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    kept = assay.torch._gradients_as_given
+
+    def noted(*arguments: Any) -> Any:
+        gradients = kept(*arguments)
+        made.extend(gradient.data_ptr() for gradient in gradients)
+        return gradients
+
+    monkeypatch.setattr(assay.torch, "_gradients_as_given", noted)
+    assert [gradient.data_ptr() for gradient in head_gradients(of_head(), 1.0, 1.0)] == made
+
+
+def test_head_that_is_observed_has_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = HeadCalls(monkeypatch)
+    problem = of_head()
+    hidden, lm_head = leaves(problem)
+    expected = torch.autograd.grad(loss_of_head(problem, hidden, lm_head).loss, (hidden, lm_head))
+    assert calls.taken() == ONE_PASS
+
+    arguments = {**given(problem), "spec": problem.spec, "chunk": 4}
+
+    def loss(hidden: Any, lm_head: Any) -> Any:
+        return assay.torch.grpo_loss(None, hidden=hidden, lm_head=lm_head, **arguments).loss
+
+    def same(gradients: Any, passes: list[str]) -> None:
+        assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+        assert calls.taken() == passes
+
+    checkpointed = checkpoint(loss, hidden, lm_head, use_reentrant=False)
+    same(torch.autograd.grad(checkpointed, (hidden, lm_head)), ["op_head_loss", *TWO_PASSES])
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    same(torch.autograd.grad(compiled(hidden, lm_head), (hidden, lm_head)), TWO_PASSES)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(loss)(hidden.detach(), lm_head.detach())
+    # Several cotangents at once.
+    each = torch.autograd.grad(loss(hidden, lm_head), (hidden, lm_head), torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    assert torch.equal(each[0][0], expected[0]) and torch.equal(each[1][1], 2 * expected[1])
+
+
+def test_head_operations_are_sound() -> None:
+    problem = of_head()
+    arguments = given(problem)
+    arrays = [arguments.get(name) for name in assay.torch._ARRAYS]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for frozen in (None, 0, 1):
+        tensors = leaves(problem)
+        if frozen is not None:
+            tensors[frozen].requires_grad_(False)
+        rest = (*arrays, None, problem.spec.to_json())
+        torch.library.opcheck(assay.torch._head_loss, (*tensors, False, 4, *rest), test_utils=tests)
+        head = (*(x.requires_grad for x in tensors), *(x.detach() for x in tensors), False, 4)
+        of_loss = (assay.torch._head_gradient, (torch.tensor(2.0), None, None, torch.empty(0), *head, *rest))
+        json = assay.spec("logp", entropy=False, ids_per_token=1).to_json()
+        of_ids = (arguments["ids"][..., None], arguments["mask"], json)
+        of_logps = (assay.torch._head_gather_gradient, (torch.ones(3, 5, 1), *head, *of_ids))
+        for operation, inputs in (of_loss, of_logps):
+            torch.library.opcheck(operation, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("g", [1.0, 1 / 7, 65536.0])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_a_scaled_loss_has_a_gradient_of_one_rounding(g: float, dtype: str) -> None:
@@ -563,7 +771,7 @@ def test_spec_that_is_missing_is_refused_with_two_examples() -> None:
 def test_arguments_of_jax_are_refused_with_what_to_use_here() -> None:
     problem = one()
     signature = inspect.signature(assay.torch.grpo_loss).parameters
-    theirs = ("loss_scale", "implementation", "target", "batch_axis", "token_axis", "vocab_axis", "logits_dtype", "policy_weight")
+    theirs = ("implementation", "target", "batch_axis", "token_axis", "vocab_axis", "logits_dtype", "policy_weight")
     for name in (*theirs, "kl_weight", "log_weight", "behaviour_logp"):
         assert name not in signature
         for spec in (problem.spec, "trl"):
@@ -616,6 +824,8 @@ def test_what_is_no_tensor_or_no_spec_is_named() -> None:
         ({"spec": assay.spec("trl"), "normalizer": 5.0}, assay.ProblemError, counted),
         ({"normalizer": torch.tensor(0)}, assay.ProblemError, "`normalizer`: got 0, expected the number of tokens that count, above 0"),
         ({"normalizer": 0}, assay.ProblemError, "`normalizer`: got 0, expected the number of tokens that count, above 0"),
+        ({"loss_scale": float("nan")}, assay.ProblemError, "`loss_scale`: got nan, expected a finite number"),
+        ({"loss_scale": torch.tensor(2.0)}, assay.ProblemError, "`loss_scale`: got tensor(2.), expected a finite number"),
     ]
     for wrong, error, said in cases:
         with pytest.raises(error, match=re.escape(said)):

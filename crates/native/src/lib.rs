@@ -35,7 +35,7 @@ use assay_core::problem::{
 use assay_core::spec::{LossSpec, Objective};
 pub use assay_simd::{Isa, gemm};
 pub use cotangents::OutputCotangents;
-pub use lm_head::NativeHead;
+pub use lm_head::{HeadDerivatives, NativeHead, NativeHeadGradients};
 pub use row::NativeElement;
 use row::{
     KeptSettings, KeptToken, LogitsRow, RowGradients, RowTransform, SavedExponentials, SoftmaxSettings, TokenIds,

@@ -101,13 +101,16 @@ impl Implementation<HeadProblem> for NativeHead {
         let projection = problem.logits.view();
         self.supports(spec, projection.check(spec, &problem.tokens())?, problem.dtype(), devices)?;
         let pass = self.work(spec, &projection, problem.tokens(), OutputCotangents::default())?;
-        let (outputs, gradient) = pass.gradients();
+        let (outputs, gradients) = pass.gradients(HeadDerivatives::default());
+        let (dhidden, dlm_head) = (gradients.dhidden.expect("asked for"), gradients.dlm_head.expect("asked for"));
+        let gradient = HeadGradient { dhidden, dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F32 };
         Ok(outputs.with_gradient(gradient).into())
     }
 }
 
 impl NativeHead {
-    /// Computes the loss, and the gradients of hidden states and head, which are borrowed.
+    /// Computes the loss and its gradients by hidden states and head, which are borrowed: those that `derivatives` asks
+    /// for, whose bits do not depend on whether the other one is computed.
     ///
     /// # Errors
     /// [`RunError`] where the arrays do not fit each other or `spec`, or the kernel does not do it.
@@ -117,8 +120,9 @@ impl NativeHead {
         projection: &ProjectionView,
         tokens: Tokens,
         cotangents: OutputCotangents,
-    ) -> Result<(NativeOutputs, HeadGradient), RunError> {
-        Ok(self.work(spec, projection, tokens, cotangents)?.gradients())
+        derivatives: HeadDerivatives,
+    ) -> Result<(NativeOutputs, NativeHeadGradients), RunError> {
+        Ok(self.work(spec, projection, tokens, cotangents)?.gradients(derivatives))
     }
 
     /// Computes the loss without its gradients, with one product. Its bits are those of the loss with gradients.
@@ -177,11 +181,30 @@ struct HeadPass<'p> {
     tile: Vec<f32>,
 }
 
-/// The gradients, summed over the chunks so far.
-struct HeadGradientSums {
-    dhidden: FloatArray<Ix3>,
+/// The arrays that [`NativeHead::forward_backward`] differentiates by. Each that it does not differentiate by spares a
+/// product.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadDerivatives {
+    /// Whether dhidden is computed.
+    pub hidden: bool,
+    /// Whether `dlm_head` is computed.
+    pub lm_head: bool,
+}
+
+impl Default for HeadDerivatives {
+    /// Asks for both gradients.
+    fn default() -> Self {
+        Self { hidden: true, lm_head: true }
+    }
+}
+
+/// The gradients of a loss with a head that were asked for; while they are computed, their sums over the chunks so far.
+#[derive(Clone, Debug)]
+pub struct NativeHeadGradients {
+    /// Gradient of the hidden states, `[B,T,H]`, in their dtype.
+    pub dhidden: Option<FloatArray<Ix3>>,
     /// Gradient of the head, in the layout of the head.
-    dlm_head: Array2<f32>,
+    pub dlm_head: Option<Array2<f32>>,
 }
 
 impl<'p> HeadPass<'p> {
@@ -229,13 +252,13 @@ impl<'p> HeadPass<'p> {
         scores.into_raw_vec_and_offset().0
     }
 
-    fn gradients(mut self) -> (NativeOutputs, HeadGradient) {
+    fn gradients(mut self, asked: HeadDerivatives) -> (NativeOutputs, NativeHeadGradients) {
         let HeadShape { batch, tokens, hidden, vocab } = self.shape;
         // `dlm_head` is summed over chunks in f32.
-        let mut to = HeadGradientSums {
-            dhidden: FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype()),
-            dlm_head: Array2::zeros(self.projection.layout.extents(hidden, vocab)),
-        };
+        let dhidden = || FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype());
+        let dlm_head = || Array2::zeros(self.projection.layout.extents(hidden, vocab));
+        let mut to =
+            NativeHeadGradients { dhidden: asked.hidden.then(dhidden), dlm_head: asked.lm_head.then(dlm_head) };
         let mut evaluated: Array2<Option<TokenEvaluation>> = Array2::from_shape_simple_fn((batch, tokens), || None);
         if self.batch.structure.couples_rows() {
             // Tokens that share a ratio: one product for the scores of all, and each chunk's logits once more for its dlogits.
@@ -262,9 +285,7 @@ impl<'p> HeadPass<'p> {
                 self.write_gradients(&mut to, &hidden, places, i > 0);
             }
         }
-        let HeadGradientSums { dhidden, dlm_head } = to;
-        let gradient = HeadGradient { dhidden, dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F32 };
-        (self.batch.evaluation(&evaluated), gradient)
+        (self.batch.evaluation(&evaluated), to)
     }
 
     /// Gathers the hidden states of `places` into `[n,H]`, widened to f32.
@@ -304,33 +325,43 @@ impl<'p> HeadPass<'p> {
         }
     }
 
-    /// Computes gradients from the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, which is
-    /// added if `adds` and stored otherwise.
-    fn write_gradients(&mut self, to: &mut HeadGradientSums, hidden: &Array2<f32>, places: &[TokenPlace], adds: bool) {
+    /// Computes the gradients that are asked for from the dlogits of a chunk: `dhidden` of its tokens, and their part of
+    /// `dlm_head`, which is added if `adds` and stored otherwise.
+    fn write_gradients(
+        &mut self,
+        to: &mut NativeHeadGradients,
+        hidden: &Array2<f32>,
+        places: &[TokenPlace],
+        adds: bool,
+    ) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
-        let mut dhidden = Array2::zeros(hidden.dim());
+        let mut dhidden = to.dhidden.is_some().then(|| Array2::zeros(hidden.dim()));
         // The few large dlogits of a set are no part of the sums over all columns, in which they would swallow the small ones.
-        let of_sets = self.taken_sets(places);
-        // Tile by tile of the head, which is widened once for both products.
+        let of_sets = if dhidden.is_some() { self.taken_sets(places) } else { vec![] };
+        // Tile by tile of the head, which is widened for dhidden alone: `dlm_head` does not depend on it.
         for (i, columns) in tiles(&self.projection, vocab).enumerate() {
-            let tile = tile(&self.projection, columns.clone(), &mut self.tile);
-            let of_all = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
-            gemm(dhidden.view_mut(), i > 0, of_all.slice(s![.., columns.clone()]), tile.t());
+            if let Some(dhidden) = &mut dhidden {
+                let tile = tile(&self.projection, columns.clone(), &mut self.tile);
+                let of_all = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
+                gemm(dhidden.view_mut(), i > 0, of_all.slice(s![.., columns.clone()]), tile.t());
+            }
+            let Some(dlm_head) = &mut to.dlm_head else { continue };
             for (row, taken) in self.logits.chunks_mut(vocab).zip(&of_sets) {
                 taken.iter().filter(|(v, _)| columns.contains(v)).for_each(|(v, dx)| row[*v] = *dx);
             }
             let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
             let dlogits = dlogits.slice(s![.., columns.clone()]);
             let dlm_head = match self.projection.layout {
-                HeadLayout::HiddenByVocab => to.dlm_head.slice_mut(s![.., columns]),
-                HeadLayout::VocabByHidden => to.dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
+                HeadLayout::HiddenByVocab => dlm_head.slice_mut(s![.., columns]),
+                HeadLayout::VocabByHidden => dlm_head.slice_mut(s![columns, ..]).reversed_axes(),
             };
             gemm(dlm_head, adds, hidden.t(), dlogits);
         }
+        let (Some(mut dhidden), Some(to)) = (dhidden, &mut to.dhidden) else { return };
         self.add_sets(&mut dhidden, &of_sets);
         // Tokens' gradients are complete after the last tile: they are rounded once.
         for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
-            match &mut to.dhidden {
+            match to {
                 FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
                 FloatArray::F32(dhidden) => dhidden.slice_mut(s![b, t, ..]).assign(&row),
                 FloatArray::Bf16(dhidden) => {

@@ -3,15 +3,15 @@
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, LossTerms,
-    Objective, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, Rows, Sapo,
-    TemperatureDivides,
+    AdvantageLevel, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip,
+    LossSpec, LossTerms, Objective, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, Rows,
+    Sapo, SoftmaxRange, Support, TemperatureDivides,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::{JudgedProblem, hindrance};
-use assay_native::NativeHead;
+use assay_native::{HeadDerivatives, NativeHead, OutputCotangents};
 use assay_suites::cases;
 use proptest::prelude::*;
 
@@ -65,6 +65,40 @@ fn lm_head_any_threads_same_bits() {
                 let other = Invariance::between(&one, &more).other;
                 assert!(other.is_empty(), "{dtype}, {threads} threads: {other:?}");
             }
+        }
+    }
+}
+
+/// A gradient alone has the bits that it has beside the other one, also where few large dlogits are summed apart.
+#[test]
+fn lm_head_one_gradient_has_the_bits_of_both() {
+    let ratio = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
+    let kept = KeptSupport { entropy: SoftmaxRange::Vocabulary, kl: SoftmaxRange::Set };
+    let support = Support { kept: Some(kept), ..Support::default() };
+    for spec in [
+        LossSpec { entropy_coef: 0.01, ..LossSpec::default() },
+        LossSpec { ratio, ..LossSpec::default() },
+        LossSpec { support, entropy_coef: 0.01, ..LossSpec::default() },
+    ] {
+        for dtype in Dtype::KERNEL {
+            let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 5, hidden: 12, vocab: 5001 });
+            (recipe.recipe.dtype, recipe.layout) = (dtype, HeadLayout::VocabByHidden);
+            let problem = recipe.problem(&spec).unwrap();
+            let (projection, cotangents) = (problem.logits.view(), OutputCotangents::from_loss(0.3));
+            let of = |hidden, lm_head| {
+                let (head, asked) = (NativeHead::default().chunk(3), HeadDerivatives { hidden, lm_head });
+                head.forward_backward(&spec, &projection, problem.tokens(), cotangents, asked).unwrap()
+            };
+            let ((outputs, both), (of_hidden, hidden), (of_head, head)) =
+                (of(true, true), of(true, false), of(false, true));
+            assert_eq!(
+                [of_hidden.loss.to_bits(), of_head.loss.to_bits()],
+                [outputs.loss.to_bits(); 2],
+                "{dtype} {spec:?}"
+            );
+            assert!(hidden.dlm_head.is_none() && head.dhidden.is_none());
+            assert!(both.dhidden.is_some() && both.dlm_head.is_some());
+            assert!(hidden.dhidden == both.dhidden && head.dlm_head == both.dlm_head, "{dtype} {spec:?}");
         }
     }
 }
