@@ -32,12 +32,12 @@ _PACKAGES = ("torch", "jax", "numpy", "trl", "liger-kernel", "triton")
 class ProgramBench:
     """The figures that `assay.bench` measured. Printed, it is the table.
 
-        >>> import assay, jax
-        >>> def logp(logits, ids):
-        ...     return jax.numpy.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1)[..., 0]
-        >>> found = assay.bench(logp, "logp", entropy=False, shape="1x8x512", framework="jax", seconds=0.0, progress=False)
-        >>> isinstance(found, assay.ProgramBench), found.median["logp"] > 0
-        (True, True)
+    >>> import assay, jax
+    >>> def logp(logits, ids):
+    ...     return jax.numpy.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1)[..., 0]
+    >>> found = assay.bench(logp, "logp", entropy=False, shape="1x8x512", framework="jax", seconds=0.0, progress=False)
+    >>> isinstance(found, assay.ProgramBench), found.median["logp"] > 0
+    (True, True)
     """
 
     def __init__(self, found: dict[str, Any], wrong: str | None) -> None:
@@ -159,7 +159,7 @@ def bench(
             is not installed, or has no such loss, is ignored by name.
         framework: "torch", "jax" or None.
         layout: The layout of the head, "vh" for `[V,H]` or "hv" for `[H,V]`.
-        inplace: Whether logits may be written to; they are put in place again before each call, which is not timed.
+        inplace: Whether logits may be written to, in JAX by donation; they are put in place again before each call, which is not timed.
         grade: What answers are held to, "standard" or "exact".
         tokens: Other numbers of tokens at which all are timed too, and how time grows with them.
         vocabularies: Other sizes of the vocabulary.
@@ -201,7 +201,7 @@ def bench(
             return _opponents.opponent(one, problem, device, inplace, framework)
         if framework == "torch":
             return TorchProgram(one, problem, device, inplace)
-        return JaxProgram(one, problem, device) if framework == "jax" else FunctionProgram(one, problem)
+        return JaxProgram(one, problem, device, inplace) if framework == "jax" else FunctionProgram(one, problem)
 
     def drawn(extents: Sequence[int]) -> Problem:
         return _problem(parsed, extents, dtype, layout, seed)
@@ -389,8 +389,12 @@ class _Turns:
             return
         for name, program in self._programs.items():
             self._say(f"assay: memory of {name}")
-            program.load()
-            found = _memory.measure(program.call, meter, _logits_bytes(self.problem.shape, self.problem.dtype))
+            # Inputs are put in place before a call's first pass begins.
+            found = _memory.measure(
+                lambda program=program: (program.load(), program.call()),  # type: ignore[misc]
+                meter,
+                _logits_bytes(self.problem.shape, self.problem.dtype),
+            )
             self.found[name]["memory"] = found._asdict()
 
     def points(self, extents: Sequence[int]) -> list[dict[str, Any]]:

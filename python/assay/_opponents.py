@@ -126,13 +126,15 @@ def _liger(problem: Problem, device: str | None, inplace: bool, framework: str |
 
 def _jax(problem: Problem, device: str | None, inplace: bool, framework: str | None) -> Program:
     _installed("jax")
-    return JaxProgram(_of_problem(problem, _jax_scores(problem.spec), _frameworks.imported("jax").numpy), problem, device)
+    return JaxProgram(
+        _of_problem(problem, _jax_scores(problem.spec), _frameworks.imported("jax").numpy), problem, device, inplace
+    )
 
 
 def _assay(problem: Problem, device: str | None, inplace: bool, framework: str | None) -> Program:
     """This package's own operation, in the framework of the kernel."""
     if framework == "jax":
-        return _assay_jax(problem, device, None)
+        return _assay_jax(problem, device, inplace, None)
     _installed("torch")
     from . import torch as ours
 
@@ -159,17 +161,17 @@ def _assay(problem: Problem, device: str | None, inplace: bool, framework: str |
 
 def _xla(problem: Problem, device: str | None, inplace: bool, framework: str | None) -> Program:
     """This package's loss as JAX's own operations."""
-    return _assay_jax(problem, device, "xla")
+    return _assay_jax(problem, device, inplace, "xla")
 
 
-def _assay_jax(problem: Problem, device: str | None, implementation: str | None) -> Program:
+def _assay_jax(problem: Problem, device: str | None, inplace: bool, implementation: str | None) -> Program:
     _installed("jax")
     from . import jax as ours
 
     spec, has_head = problem.spec, len(problem.shape) == 4
     if has_scores(problem):
         raise NotHere("assay.jax is called with a loss here")
-    named = {} if implementation is None else {"implementation": implementation}
+    named: dict[str, Any] = {} if implementation is None else {"implementation": implementation}
 
     def loss(x: Any) -> Any:
         given = {name: getattr(x, name) for name in _GIVEN if name in vars(x)}
@@ -178,7 +180,7 @@ def _assay_jax(problem: Problem, device: str | None, implementation: str | None)
         return ours.grpo_loss(x.logits, **given, **named, spec=spec).loss
 
     _expect_head(problem)
-    return JaxProgram(loss, problem, device)
+    return JaxProgram(loss, problem, device, inplace)
 
 
 def _expect_head(problem: Problem) -> None:

@@ -95,17 +95,17 @@ class TorchProgram(Program):
 
 
 class JaxProgram(Program):
-    """A function of arrays that JAX differentiates and compiles, both passes into one program."""
+    """A function of arrays that JAX differentiates and compiles, both passes into one program. Inputs that may be written to are donated."""
 
-    def __init__(self, fn: Callable[..., Any], problem: Problem, device: str | None) -> None:
+    def __init__(self, fn: Callable[..., Any], problem: Problem, device: str | None, inplace: bool) -> None:
         import jax
 
         arrays = dict(vars(problem.jax(device)))
         turned = problem.layout == "hv"
         self._scores = "dlogp" in arrays
         self._names = _autograd.differentiated("lm_head" in arrays)
-        self._inputs = {name: arrays.pop(name) for name in self._names}
-        self._others = arrays
+        self._source = self._inputs = {name: arrays.pop(name) for name in self._names}
+        self._others, self._inplace = arrays, inplace
 
         def run(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             def results(inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -120,7 +120,12 @@ class JaxProgram(Program):
             sent = [jax.numpy.where(others["mask"], others[name], 0).astype(x.dtype) for name, x in zip(names, found)]
             return found, backward(tuple(sent) if self._scores else (jax.numpy.ones_like(found[0]),))[0]
 
-        self._jax, self._run = jax, jax.jit(run)
+        self._jax, self._run = jax, jax.jit(run, donate_argnums=(0,) if inplace else ())
+
+    def load(self) -> None:
+        if self._inplace:
+            copies = {name: self._jax.numpy.array(x, copy=True) for name, x in self._source.items()}
+            self._inputs = self._jax.block_until_ready(copies)
 
     def call(self) -> Any:
         _memory.enter_pass("both")

@@ -393,7 +393,7 @@ def _gradient(
     return dlogits
 
 
-def _head(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _head(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, bool, int]:
     """The first arguments of an operation with a head, as kernels read them."""
     return _row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk
 
