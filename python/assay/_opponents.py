@@ -155,7 +155,8 @@ def _assay(problem: Problem, device: str | None, inplace: bool, framework: str |
         given = {"hidden": x.hidden, "lm_head": x.lm_head} if has_head else {"inplace": inplace}
         return ours.grpo_loss(None if has_head else x.logits, **named, **given, spec=spec).loss
 
-    _expect_head(problem)
+    if problem.layout == "hv":
+        raise NotHere("assay's own operation takes a head of [V,H]")
     return TorchProgram(scores if has_scores(problem) else loss, problem, device, inplace and not has_head)
 
 
@@ -176,16 +177,12 @@ def _assay_jax(problem: Problem, device: str | None, inplace: bool, implementati
     def loss(x: Any) -> Any:
         given = {name: getattr(x, name) for name in _GIVEN if name in vars(x)}
         if has_head:
-            return ours.grpo_loss_of_hidden(x.hidden, x.lm_head, **given, **named, spec=spec).loss
+            # A head is `[H,V]` there.
+            lm_head = x.lm_head if problem.layout == "hv" else x.lm_head.T
+            return ours.grpo_loss_of_hidden(x.hidden, lm_head, **given, **named, spec=spec).loss
         return ours.grpo_loss(x.logits, **given, **named, spec=spec).loss
 
-    _expect_head(problem)
     return JaxProgram(loss, problem, device, inplace)
-
-
-def _expect_head(problem: Problem) -> None:
-    if problem.layout == "hv":
-        raise NotHere("assay's own operation takes a head of [V,H]")
 
 
 #: The arrays of tokens that this package's operations take, by their names in a problem.
