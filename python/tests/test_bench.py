@@ -16,6 +16,8 @@ from assay import _bench
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+import assay.jax as assay_jax  # noqa: E402
+
 pytest_plugins = ["pytester"]
 OPTIONS: dict[str, Any] = {"shape": "1x8x1024", "framework": "jax", "seconds": 0.0, "progress": False}
 
@@ -166,3 +168,41 @@ def test_the_fixture_fails_what_is_wrong_and_prints_its_tables(pytester: pytest.
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*assay_bench in test_speed.py::test_right*", "a copy of the logits*"])
     result.stdout.fnmatch_lines(["*KernelFailure*"])
+
+
+def outcomes(found: assay.ProgramBench) -> dict[str, str]:
+    """What became of each program: "timed", or "wrong" or "ignored" with the reason."""
+    programs = json.loads(found.to_json())["programs"]
+    said = {each["name"]: f"{'wrong' if each.get('is_wrong') else 'ignored'}: {each.get('why_untimed')}" for each in programs}
+    return said | {each["name"]: "timed" for each in programs if each.get("times")}
+
+
+@pytest.mark.parametrize("options", [{}, {"kl": {"beta": 0.04, "estimator": "k3"}}, {"reduction": {"sequence_mean": {"rows": "all"}}}])
+def test_every_opponent_of_jax_is_right(options: dict[str, Any]) -> None:
+    def returns_what_assay_does(x: Any) -> Any:
+        given = {name: getattr(x, name) for name in ("ids", "mask", "advantages", "old_logp", "ref_logp") if name in vars(x)}
+        if hasattr(x, "logits"):
+            return assay_jax.grpo_loss(x.logits, **given, spec=spec).loss
+        return assay_jax.grpo_loss_of_hidden(x.hidden, x.lm_head.T, **given, spec=spec).loss
+
+    spec = assay.spec(**options)
+    for shape in ("1x4x512", "1x4x8x512"):
+        asked = {**OPTIONS, "shape": shape, "against": ["jax", "xla", "assay"], "memory": False}
+        found = outcomes(assay.bench(returns_what_assay_does, spec, **asked))
+        assert set(found.values()) == {"timed"}, found
+
+
+def test_every_opponent_of_torch_is_right() -> None:
+    torch = pytest.importorskip("torch")
+
+    def in_torch(x: Any) -> Any:
+        logits = x.logits if hasattr(x, "logits") else x.hidden @ x.lm_head.T
+        logp = logits.float().log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]
+        ratio, advantages = (logp - x.old_logp).exp(), x.advantages[:, None]
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / x.mask.sum()
+
+    options = {**OPTIONS, "framework": "torch", "memory": False, "against": ["eager", "torch.compile", "trl", "liger", "jax", "assay"]}
+    for shape in ("1x4x512", "1x4x8x512"):
+        found = outcomes(assay.bench(in_torch, "trl", **{**options, "shape": shape}))
+        assert found["in_torch"] == found["eager"] == found["torch.compile"] == found["jax"] == found["assay"] == "timed", found
+        assert not any(outcome.startswith("wrong") for outcome in found.values()), found
