@@ -1,7 +1,7 @@
 # The README's two commands are `make replay` and `make test`.
 export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
-.PHONY: help workflows docs docs-data gallery setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench deny hostile
+.PHONY: help workflows docs docs-data gallery setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train bench-all python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench deny hostile
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -385,10 +385,20 @@ libtpus: setup-tpu-next ## what two versions of libtpu make of the same programs
 	$(CARGO) build --release --locked --quiet
 	PYTHON=$(PYTHON) setup/libtpus.sh 0.0.51=.plugins/libtpu.so 0.0.52=.plugins/libtpu_0_0_52.so
 
-# The loss of assay.torch beside what PyTorch's users run: with the extension of a release build.
-torch-bench: tools target/panel/peers ## the loss of assay.torch beside what PyTorch's users run: fetches 7 GB once
-	$(CARGO) build --release --locked --package assay-python
+# Every table of docs/benches.md, on an idle machine: a folder of the machine and the date under benches/records, a page of it, and what got
+# slower than in the record before.
+RECORD_FOLDER = benches/records/$(shell nproc)-core-$(shell grep -q avx512f /proc/cpuinfo && echo avx512 || echo avx2)
+LAST_RECORD = $(lastword $(sort $(dir $(wildcard $(RECORD_FOLDER)/*/torch.json))))
+bench-all: tools setup target/panel/peers ## every table of docs/benches.md, a record and its page: ten minutes; fetches 7 GB once
+	$(CARGO) build --release --locked --quiet
+	$(CARGO) build --release --locked --quiet --package assay-judge --example judge_time
+	$(CARGO) build --release --locked --quiet --package assay-python
 	rm -rf target/python/release && mkdir -p target/python/release/assay
 	ln -s $(CURDIR)/python/assay/*.py target/python/release/assay
 	ln -s $(CURDIR)/target/release/lib_native.so target/python/release/assay/_native.abi3.so
-	PYTHONPATH=target/python/release target/panel/bin/python benches/torch_loss.py
+	@set -e; new=$(RECORD_FOLDER)/$$(date +%F); last=$(LAST_RECORD); \
+	JAX_PLATFORMS=cpu PYTHONPATH=target/python/release target/panel/bin/python benches/record.py $$new \
+		--judge-time target/release/examples/judge_time; \
+	target/release/assay report $$new/*.json -o target/assay/bench.html; \
+	if [ -n "$$last" ] && [ "$$last" != "$$new/" ]; then target/panel/bin/python benches/record.py --compare $$last $$new; \
+	else echo "no record before this one: nothing is compared"; fi

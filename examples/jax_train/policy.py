@@ -75,8 +75,8 @@ class Policy(eqx.Module):
         self.layers = [Layer(hidden, intermediate, heads, kv_heads, key=key) for key in of_layers]
         self.norm = eqx.nn.RMSNorm(hidden, eps=1e-6, use_bias=False)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """Logits `[B,T,V]` of the token after each of `[B,T]`."""
+    def hidden(self, ids: jax.Array) -> jax.Array:
+        """Hidden states `[B,T,H]` of `[B,T]`."""
 
         def of_sequence(ids: jax.Array) -> jax.Array:
             x = self.embedding[ids]
@@ -84,4 +84,12 @@ class Policy(eqx.Module):
                 x = layer(x)
             return jax.vmap(self.norm)(x)
 
-        return jnp.einsum("bth,vh->btv", jax.vmap(of_sequence)(ids), self.embedding)
+        return jax.vmap(of_sequence)(ids)
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """Logits `[...,V]` of the token after each of `[...,H]`."""
+        return jnp.einsum("...h,vh->...v", hidden, self.embedding)
+
+    def last_logits(self, ids: jax.Array, count: int) -> jax.Array:
+        """Logits `[B,count,V]` after the last `count` of `[B,T]`: no others are made."""
+        return self.head(self.hidden(ids)[:, -count:])

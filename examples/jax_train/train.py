@@ -88,7 +88,7 @@ def stepper(config: dict[str, Any], mesh: Any, enabled: bool, target: str | None
         def of_policy(policy: Policy) -> Any:
             # The logits before the last token score the completion.
             length = batch["ids"].shape[1]
-            return loss(policy(sequences[:, :-1])[:, -length:], batch)
+            return loss(policy.last_logits(sequences[:, :-1], length), batch)
 
         return jax.value_and_grad(of_policy, has_aux=True)(policy)
 
@@ -101,6 +101,21 @@ def stepper(config: dict[str, Any], mesh: Any, enabled: bool, target: str | None
         return eqx.apply_updates(policy, updates), state, loss, metrics
 
     return mapped, update
+
+
+def held_memory(name: str) -> int:
+    """Bytes that this process holds, `VmRSS`, or has held at most since the mark, `VmHWM`."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+
+
+def mark_memory() -> int | None:
+    """Sets the high-water mark of this process back to what it holds, and returns that; None where the system cannot."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return held_memory("VmRSS")
 
 
 class Run:
@@ -126,7 +141,7 @@ class Run:
         sequences = jnp.pad(prompts, ((0, 0), (0, new)))
 
         def step(i: jax.Array, sequences: jax.Array) -> jax.Array:
-            logits = policy(sequences)[:, length + i - 1]
+            logits = policy.head(policy.hidden(sequences)[:, length + i - 1])
             drawn = logits.argmax(-1) if greedy else jax.random.categorical(jax.random.fold_in(key, i), logits)
             return sequences.at[:, length + i].set(drawn.astype(jnp.int32))
 
@@ -134,7 +149,7 @@ class Run:
 
     def _score(self, policy: Policy, sequences: jax.Array) -> jax.Array:
         new = self.config["rollout"]["max_new_tokens"]
-        return logp_and_entropy(policy(sequences[:, :-1])[:, -new:], sequences[:, -new:])[0]
+        return logp_and_entropy(policy.last_logits(sequences[:, :-1], new), sequences[:, -new:])[0]
 
     def warm_start(self) -> None:
         """Supervised: right answers, so that there is something to reward."""
@@ -146,7 +161,7 @@ class Run:
         @jax.jit
         def step(policy: Policy, state: Any, sequences: jax.Array) -> Any:
             def loss(policy: Policy) -> jax.Array:
-                logits = policy(sequences[:, :-1])[:, -7:]
+                logits = policy.last_logits(sequences[:, :-1], 7)
                 return optax.softmax_cross_entropy_with_integer_labels(logits, sequences[:, -7:]).mean()
 
             updates, state = adam.update(jax.grad(loss)(policy), state)
@@ -203,6 +218,7 @@ class Run:
             record: dict[str, Any] = {"step": step, "tokens_sha256": hashlib.sha256(generated.tobytes()).hexdigest()}
             if step % 10 == 1:
                 record["gradient_apart"] = float(self.apart(self.policy, sequences, batch))
+            held = mark_memory()
             updating = time.perf_counter()
             every = []
             for _ in range(config["update"]["epochs"]):
@@ -210,6 +226,8 @@ class Run:
                 every.append(jax.tree.map(float, dict(metrics, loss=loss)))
             means = {name: float(np.mean([one[name] for one in every])) for name in every[0]}
             done = time.perf_counter()
+            if held is not None:
+                record["update_peak_bytes"] = held_memory("VmHWM") - held
             record |= {
                 "unix_time": time.time(),
                 "loss": means["loss"],
@@ -340,7 +358,12 @@ def compared(config: dict[str, Any], arms: dict[str, list[dict[str, Any]]]) -> d
         line("evaluation reward after", lambda of: of[-1]["eval/reward/total/mean"]),
         line("entropy, last step", lambda of: of[-1]["entropy"]),
         line("update, s, median; baseline / kernel", lambda of: float(np.median([r["time/update_s"] for r in of])), True),
+        line("step, s, median; baseline / kernel", lambda of: float(np.median([r["time/step_s"] for r in of])), True),
     ]
+    if all("update_peak_bytes" in record for records in arms.values() for record in records):
+        # The first step compiles.
+        what = "peak of the update beyond what was held before, MB, median; baseline / kernel"
+        verdicts.append(line(what, lambda of: float(np.median([r["update_peak_bytes"] for r in of[1:] or of])) / 1e6, True))
     implementations = ("jax", config["grpo_kernel"]["implementation"] or "native")
     return {
         "pass": all(verdict.get("pass") is not False for verdict in verdicts),

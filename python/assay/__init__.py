@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
     from ._agreement import Agreement as Agreement
     from ._agreement import compare_logp as compare_logp
+    from ._bench import ProgramBench as ProgramBench
+    from ._bench import bench as bench
     from ._check import check as check
     from ._check import kernel as kernel
     from ._logp import check_invariance as check_invariance
@@ -70,12 +72,14 @@ __all__ = [
     "OutputError",
     "Problem",
     "ProblemError",
+    "ProgramBench",
     "Report",
     "Shard",
     "Spec",
     "SpecError",
     "Verdicts",
     "__version__",
+    "bench",
     "check",
     "check_invariance",
     "check_logp",
@@ -237,6 +241,8 @@ def __getattr__(name: str) -> object:
         from . import _loss as module  # type: ignore[no-redef]
     elif name in ("Agreement", "compare_logp"):
         from . import _agreement as module  # type: ignore[no-redef]
+    elif name in ("ProgramBench", "bench"):
+        from . import _bench as module  # type: ignore[no-redef]
     elif name == "Shard":
         from . import _ranks as module  # type: ignore[no-redef]
     elif name in ("Cause", "Report"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from . import _frameworks
+from . import _frameworks, _memory
 from ._errors import AssayError, InputMutated, OutputError
 from ._native import Problem
 
@@ -141,7 +141,9 @@ class TorchInputs:
         with refusal(way):
             if way == SECOND_PASS:
                 self._torch.autograd.grad(results, inputs, [-2 * array for array in sent], retain_graph=True)
+            _memory.enter_pass("backward")
             gradients = self._torch.autograd.grad(results, inputs, sent)
+            _memory.enter_pass(None)
         self._expect_unchanged()
         return {GRADIENTS[name]: gradient.contiguous() for name, gradient in zip(wanted, gradients)}
 

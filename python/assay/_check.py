@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import types
@@ -9,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from . import _native, _ranks, _specs, _worker
+from . import _memory, _native, _ranks, _specs, _worker
 from ._autograd import SCORES, WAYS
 from ._errors import AssayError
 from ._native import Problem, Spec
@@ -54,6 +56,7 @@ def check(
     invariant: bool | str | Sequence[str] = False,
     variants: Sequence[Kernel] = (),
     judged: bool = True,
+    memory: float | None = None,
     repro_dir: str | os.PathLike[str] | None = ".assay",
     progress: bool | None = None,
     **spec_options: object,
@@ -117,6 +120,9 @@ def check(
             "alignment", "chunk", "ranks".
         variants: Other forms of `fn`, such as with other chunks, that must give the numbers of `fn`: the relation "chunk" calls them.
         judged: Whether answers are judged. With False the relations of `invariant` alone are asked, and need no reference.
+        memory: The most that a call may hold beside its inputs, in units of the logits' size: the peak of its forward and backward pass,
+            with what is kept from the first call on. It is measured after the campaign, on a problem with a vocabulary of 151,936 for each
+            dtype, or on the largest of listed `shapes`; more is the cause `memory`, and what further calls leave behind the cause `leak`.
         repro_dir: The folder of problems that failed, which are tried first the next time; None keeps none.
         progress: Whether a line on stderr shows the progress; by default on a terminal.
 
@@ -138,9 +144,15 @@ def check(
     if variants and (isolate or shared):
         raise AssayError("variants: got functions, expected none with `isolate` or `ranks`: another process imports one function")
     kernel = with_variants(fn, variants) if variants else fn
+    if memory is not None and (isolate or shared):
+        raise AssayError("memory: got a limit, expected none with `isolate` or `ranks`: what is measured is the memory of this process")
+    if memory is not None and not (isinstance(memory, (int, float)) and 0 <= memory < math.inf):
+        raise AssayError(f"memory: got {memory!r}, expected a number of arrays of the logits' size, such as 1.1")
+    wide_shapes = {} if memory is None else _memory.question(shapes, dtypes, lm_head)
+    parsed = _specs.parse(spec, spec_options, check)
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
-        spec=_specs.parse(spec, spec_options, check),
+        spec=parsed,
         deck={
             "cases": cases,
             "seed": seed,
@@ -174,7 +186,12 @@ def check(
             own, scores = getattr(fn, SCORES, (fn, None))
             command = _worker.command(own, named, device, inplace, scores, "ranks" if shared else "isolate")
             return Report(campaign.run_isolated(command, timeout, line, shared), call)
-        return Report(campaign.run(kernel, named, device, inplace, line, getattr(kernel, WAYS, [])), call)
+        found = campaign.run(kernel, named, device, inplace, line, getattr(kernel, WAYS, []))
+        if memory is not None:
+            options = {"layout": layout, "seed": seed, "device": device, "inplace": inplace}
+            measured = [_memory.finding(fn, parsed, shape, dtype, memory, packed, options) for dtype, shape in wide_shapes.items()]
+            found = _native.with_memory(found, json.dumps(measured), list(allow))
+        return Report(found, call)
     finally:
         if shown:
             print(end="\r\033[K", file=sys.stderr)

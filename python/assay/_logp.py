@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from . import _autograd, _ranks, _specs
+from . import _autograd, _memory, _ranks, _specs
 from ._check import check
 from ._errors import AssayError, OutputError
 from ._native import Problem
@@ -202,6 +202,7 @@ def _torch(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd
         # A head is `[V,H]`, as `torch.nn.Linear` has it.
         turned = problem.layout == "hv"
         given = [x.T if name == "lm_head" and turned else x for name, x in inputs.tensors.items()]
+        _memory.enter_pass("forward")
         with _autograd.refusal(way):
             scores = _scores(fn(*given, arrays.ids, *(() if shard is None else (shard,))), entropy)
         sent = _autograd.torch_cotangents(way, _cotangents(arrays, entropy), arrays.mask, scores)
@@ -263,7 +264,9 @@ def _jax(fn: Scores, entropy: bool, lm_head: bool, ranks: int) -> _autograd.Kern
         asked = (given, arrays.ids, arrays.mask, _cotangents(arrays, entropy))
         if ranks > 1:
             asked = jax.device_put(asked, everywhere)
-        scores, gradients = run(*asked, _autograd.frozen(way))
+        _memory.enter_pass("both")
+        scores, gradients = jax.block_until_ready(run(*asked, _autograd.frozen(way)))
+        _memory.enter_pass(None)
         if ranks > 1:
             scores, gradients = jax.device_put((scores, gradients), jax.devices()[0])
         outputs = dict(zip(("logp", "entropy"), scores))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import Any
 
-from . import _autograd
+from . import _autograd, _memory
 from ._check import check
 from ._errors import AssayError, OutputError
 from ._frameworks import Arrays
@@ -92,6 +92,7 @@ def _torch(fn: Loss, lm_head: bool, inplace: bool) -> _autograd.Kernel:
 
         arrays = problem.torch()
         inputs = _autograd.TorchInputs(arrays, way, inplace)
+        _memory.enter_pass("forward")
         with _autograd.refusal(way):
             loss, extras = _loss_and_extras(fn(Arrays(**{**vars(arrays), **inputs.tensors})))
         upstream = _upstream(way, problem)
@@ -125,7 +126,9 @@ def _jax(fn: Loss, lm_head: bool, inplace: bool) -> _autograd.Kernel:
         others = dict(vars(problem.jax()))
         inputs = {name: others.pop(name) for name in _autograd.differentiated("lm_head" in others)}
         upstream = _upstream(way, problem)
-        loss, extras, gradients = run(inputs, others, upstream, _autograd.frozen(way))
+        _memory.enter_pass("both")
+        loss, extras, gradients = jax.block_until_ready(run(inputs, others, upstream, _autograd.frozen(way)))
+        _memory.enter_pass(None)
         outputs = {_autograd.GRADIENTS[name]: (x / upstream).astype(x.dtype) for name, x in gradients.items()}
         return {**outputs, **extras, "loss": loss, **_autograd.of_frozen(way, kernel, problem)}
 

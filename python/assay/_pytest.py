@@ -15,10 +15,13 @@ import assay
 from . import _check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Problems of the fixture, unless an option says how many.
 _PROBLEMS = 20
+
+# The property of a test that has the table of a bench.
+_TABLE = "assay_bench"
 
 # The options that name a folder for reports, the endings of the files there, and how they are written.
 _PAGES = [("assay_html", ".html", assay.Report.to_html), ("assay_markdown", ".md", assay.Report.to_markdown)]
@@ -100,6 +103,33 @@ def assay_problem(request: pytest.FixtureRequest) -> assay.Problem:
     """
     spec, seed, number, options = request.param
     return next(assay.problems(spec, 1, seed, first=number, **options))
+
+
+@pytest.fixture
+def assay_bench(request: pytest.FixtureRequest) -> Callable[..., assay.ProgramBench]:
+    """Times a kernel as `assay.bench` does: the test fails unless its answers are right, and the table stands in pytest's summary.
+
+    `found = assay_bench(my_loss, "trl", against=["eager"])`, and then such as `assert found.memory["my_loss"] < 1.1`.
+    """
+
+    def bench(fn: Any, spec: Any = "trl", **options: Any) -> assay.ProgramBench:
+        __tracebackhide__ = True
+        found = assay.bench(fn, spec, **({"progress": False} | options))
+        # Properties reach the controller of xdist too.
+        request.node.user_properties.append((_TABLE, repr(found)))
+        found.raise_for_failure()
+        return found
+
+    return bench
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, table in getattr(report, "user_properties", ()):
+                if name == _TABLE and report.when == "call":
+                    terminalreporter.section(f"assay_bench in {report.nodeid}")
+                    terminalreporter.write_line(table)
 
 
 @pytest.hookimpl(wrapper=True)

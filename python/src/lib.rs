@@ -3,6 +3,7 @@
 //! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
 
 mod agreement;
+mod bench;
 mod campaign;
 mod deck;
 mod emitted;
@@ -43,6 +44,8 @@ mod _native {
 
     #[pymodule_export]
     use super::agreement::{agreement_page, agreement_text, compare_logp};
+    #[pymodule_export]
+    use super::bench::{programs_markdown, programs_page, programs_text, unmasked_problem, with_memory};
     #[pymodule_export]
     use super::campaign::{Campaign, answer, page, report_markdown, report_text};
     #[pymodule_export]

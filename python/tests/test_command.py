@@ -110,6 +110,32 @@ def test_junit_of_check_has_a_case_for_each_output_and_cause(tmp_path: Path) -> 
         assert passed == {"loss", "logp"} | ({"gradient"} if code == 0 else set())
 
 
+def test_a_worker_is_judged_and_times_its_own_calls(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    right = (Path(__file__).parents[2] / "examples/python/worker.py").read_text()
+    kernel = f"{shlex.quote(sys.executable)} {shlex.quote(str(worker))}"
+    command = ["bench", "--exec", kernel, "--preset", "trl", "--shape", "1x8x512", "--dtype", "f32", "--calls", "3", "--json", "b.json"]
+    worker.write_text(right)
+    timed = run(*command, cwd=tmp_path)
+    assert timed.returncode == 0, timed.stdout + timed.stderr
+    (program,) = json.loads((tmp_path / "b.json").read_text())["programs"]
+    assert program["times"]["calls"] == 3 and program["times"]["least"] > 0 and program["memory"]["peak"] >= 0
+    assert "a copy of the logits" in timed.stdout
+    # One that is wrong has no time, and neither has one that times nothing.
+    for source, words in [
+        (right.replace("e / total[..., None]", "2 * e / total[..., None]"), "wrong  "),
+        (right.replace(', "seconds": seconds[1:]', ""), "times nothing"),
+    ]:
+        assert source != right
+        worker.write_text(source)
+        untimed = run(*command, cwd=tmp_path)
+        assert untimed.returncode == 1 and words in untimed.stdout, untimed.stdout + untimed.stderr
+        (program,) = json.loads((tmp_path / "b.json").read_text())["programs"]
+        assert program["times"] is None
+    refused = run("bench", "--impl", "native", "--preset", "trl", "--shape", "1x8x512")
+    assert refused.returncode == 2 and "--preset: got a loss, expected --exec CMD beside it" in refused.stderr
+
+
 def test_junit_and_markdown_of_suite_list_its_problems(tmp_path: Path) -> None:
     made = run("suite", "--cases", "3", "--wide", "0", "-o", "suite", "--junit", "s.xml", "--markdown", "s.md", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

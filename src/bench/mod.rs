@@ -19,6 +19,7 @@ mod figures;
 mod subject;
 mod timed;
 mod turns;
+mod worker;
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -34,7 +35,11 @@ use crate::judge::judge::JudgeError;
 use crate::memory::{Shortage, available_host_bytes};
 use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::bench::BenchFigures;
+use crate::schema::programs::ProgramBench;
 use crate::schema::verdicts::Verdicts;
+use crate::worker::WorkerError;
+
+pub use self::worker::WorkerTrial;
 
 /// The options of a bench in addition to its [`BenchCase`].
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -114,6 +119,30 @@ pub enum BenchError {
     /// The answer cannot be judged.
     #[error(transparent)]
     Judge(#[from] JudgeError),
+    /// A worker does not answer.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+}
+
+/// Lets a worker time its calls on the problem of `batch`, once its answer was judged.
+///
+/// # Errors
+/// [`BenchError::Setting`] for a batch from a file; [`BenchError::Worker`] if the worker does not answer; otherwise as [`run`].
+pub fn time_worker(
+    batch: &CaseBatch,
+    trial: WorkerTrial,
+    progress: &mut (dyn FnMut(BenchProgress) + Send),
+) -> Result<ProgramBench, BenchError> {
+    match batch {
+        CaseBatch::Generate(recipe) => trial.measure(recipe, progress),
+        CaseBatch::GenerateHead(recipe) => trial.measure(recipe, progress),
+        CaseBatch::Fixture(_) => Err(of_a_shape()),
+    }
+}
+
+fn of_a_shape() -> BenchError {
+    let expected = "`generate` or `generate_head`: a bench is of a shape";
+    BenchError::Setting { field: "batch".into(), given: "`fixture`", expected }
 }
 
 /// Measures the kernel of `case` on its batch; `progress` hears how far it is.
@@ -151,10 +180,7 @@ pub fn run(
     match &case.batch {
         CaseBatch::Generate(recipe) => measure_timed(case, recipe, options, progress, find),
         CaseBatch::GenerateHead(recipe) => measure_timed(case, recipe, options, progress, find_head),
-        CaseBatch::Fixture(_) => {
-            let expected = "`generate` or `generate_head`: a bench is of a shape";
-            Err(BenchError::Setting { field: "batch".into(), given: "`fixture`", expected })
-        }
+        CaseBatch::Fixture(_) => Err(of_a_shape()),
     }
 }
 

@@ -41,6 +41,9 @@ pub(super) trait Timed: Clone + Sync {
     /// Bytes of the problem, of a copy of it and of its outcome.
     fn running_bytes(&self) -> usize;
 
+    /// Bytes of the logits, or of hidden states and head.
+    fn input_bytes(&self) -> usize;
+
     /// Bytes of the bound's own arrays.
     fn bound_bytes(&self) -> usize;
 
@@ -95,6 +98,10 @@ impl Timed for Recipe {
 
     fn running_bytes(&self) -> usize {
         bytes(&self.shape, 2 * self.dtype.size())
+    }
+
+    fn input_bytes(&self) -> usize {
+        bytes(&self.shape, self.dtype.size())
     }
 
     fn bound_bytes(&self) -> usize {
@@ -174,6 +181,11 @@ impl Timed for HeadRecipe {
     fn running_bytes(&self) -> usize {
         let (dtype, [_, head, hidden]) = (self.recipe.dtype.size(), sizes(self));
         bytes(&head, 2 * dtype + 4).saturating_add(bytes(&hidden, 3 * dtype))
+    }
+
+    fn input_bytes(&self) -> usize {
+        let [_, head, hidden] = sizes(self);
+        bytes(&head, self.recipe.dtype.size()).saturating_add(bytes(&hidden, self.recipe.dtype.size()))
     }
 
     fn bound_bytes(&self) -> usize {

@@ -9,19 +9,24 @@ use clap::{ArgGroup, Args, value_parser};
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde_json::json;
 
+use super::check::{seconds, words};
 use super::head_choice::{AnyRecipe, HeadChoice};
-use super::{CliError, Passed, PluginChoice, Printing};
-use crate::bench::{self, BenchError, BenchProgress, BenchResult, Options};
+use super::spec_choice::SpecChoice;
+use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
+use crate::bench::{self, BenchError, BenchProgress, BenchResult, Options, WorkerTrial};
 use crate::case::{BenchCase, CaseBatch};
 use crate::config;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::report::{self, on_devices, with_lowering};
 use crate::problem::{Dtype, ProblemShape};
+use crate::report::programs_text;
 use crate::schema::bench as schema;
+use crate::schema::verdicts::Grade;
 use crate::text::shell_option;
+use crate::worker::WorkerLaunch;
 
 #[derive(Args)]
-#[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
+#[command(group(ArgGroup::new("what").required(true).args(["config", "implementation", "exec"])))]
 pub(super) struct BenchCommand {
     /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
     #[arg(long, value_name = "FILE")]
@@ -29,16 +34,27 @@ pub(super) struct BenchCommand {
     /// The implementation, with the default loss
     #[arg(long = "impl", value_name = "ID")]
     implementation: Option<String>,
+    /// A kernel of your own: a command that speaks the protocol `assay-check/1` and times its calls, quoted as for a shell
+    #[arg(long, value_name = "CMD")]
+    exec: Option<String>,
+    #[command(flatten)]
+    spec: SpecChoice,
+    /// Calls that the command times
+    #[arg(long, value_name = "N", requires = "exec", default_value_t = 10, value_parser = value_parser!(u16).range(1..=1000))]
+    calls: u16,
+    /// Seconds after which an answer of the command is waited for no longer
+    #[arg(long, value_name = "S", requires = "exec", default_value_t = 600.0)]
+    timeout: f64,
     /// Extents of the logits, half a gigabyte in bf16 if none are given; with an LM head `BxTxHxV`
-    #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
+    #[arg(long, value_name = "BxTxV", conflicts_with = "config", default_value = "1x1792x151936")]
     shape: ProblemShape,
     /// Dtype of the logits, or of hidden states and head
-    #[arg(long, requires = "implementation", default_value = "bf16")]
+    #[arg(long, conflicts_with = "config", default_value = "bf16")]
     dtype: Dtype,
     #[command(flatten)]
     head: HeadChoice,
     /// Take turns with another implementation, with a copy of the logits, or with the products of an LM head
-    #[arg(long, value_name = "ID|copy|gemm")]
+    #[arg(long, value_name = "ID|copy|gemm", conflicts_with = "exec")]
     against: Vec<String>,
     /// Threads of kernels on this machine's cores, of the copy and of the products; all cores if none are given
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
@@ -51,6 +67,12 @@ pub(super) struct BenchCommand {
 
 impl BenchCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
+        if let Some(command) = &self.exec {
+            return self.run_worker(command);
+        }
+        self.spec.expect_none(
+            "--exec CMD beside it: an implementation is timed with the default loss, and a file has its own",
+        )?;
         let (case, command) = self.case()?;
         let options = Options {
             file: self.config.clone().unwrap_or_default(),
@@ -81,6 +103,32 @@ impl BenchCommand {
         }
     }
 
+    /// Times a kernel of the user's, in a process of its own.
+    fn run_worker(&self, command: &str) -> Result<Passed, CliError> {
+        let spec = self.spec.read()?;
+        let (start, answer) = (seconds("--timeout", self.timeout)?, seconds("--timeout", self.timeout)?);
+        let launch = WorkerLaunch { start, answer, stop: stop_flag()?, ..WorkerLaunch::new(words(command)?) };
+        let trial = WorkerTrial {
+            name: command.into(),
+            spec: &spec,
+            loss: self.spec.name(),
+            launch,
+            calls: self.calls.into(),
+            grade: Grade::Standard,
+        };
+        let progress = self.printing.progress(0);
+        let mut told = |said| {
+            if let BenchProgress::Doing(what) = said {
+                progress.set_message(what);
+            }
+        };
+        let measured = bench::time_worker(&self.batch()?, trial, &mut told);
+        progress.finish_and_clear();
+        let measured = measured?;
+        self.printing.finish(&programs_text(&measured), &measured)?;
+        Ok(measured.programs.iter().all(|program| program.times.is_some()).into())
+    }
+
     /// An error with the file or the option that it is about.
     fn wrong(&self, error: BenchError) -> CliError {
         match error {
@@ -99,6 +147,13 @@ impl BenchCommand {
             let config = self.config.as_ref().expect("one of the two is required");
             return Ok((config::read(config)?, format!("assay bench{}", shell_option("--config", config))));
         };
+        let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
+        let command = format!("assay bench{} --shape {shape} --dtype {dtype}{head}", shell_option("--impl", id));
+        Ok((BenchCase::new(self.batch()?, id), command))
+    }
+
+    /// Returns the batch of the extents that are given.
+    fn batch(&self) -> Result<CaseBatch, CliError> {
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,
@@ -109,13 +164,10 @@ impl BenchCommand {
             old_logp_noise_scale: 0.03,
             masked_garbage: false,
         };
-        let batch = match self.head.recipe(self.shape, recipe)? {
+        Ok(match self.head.recipe(self.shape, recipe)? {
             AnyRecipe::Logits(recipe) => CaseBatch::Generate(recipe),
             AnyRecipe::Head(recipe) => CaseBatch::GenerateHead(recipe),
-        };
-        let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
-        let command = format!("assay bench{} --shape {shape} --dtype {dtype}{head}", shell_option("--impl", id));
-        Ok((BenchCase::new(batch, id), command))
+        })
     }
 }
 

@@ -164,16 +164,18 @@ impl CheckCommand {
     }
 
     fn launch(&self, command: &str, campaign: &Campaign) -> Result<WorkerLaunch, CliError> {
-        let words = shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
-            CliError::Usage(
-                format!("--exec: got `{}`, expected a command, quoted as for a shell", ForeignText::from(command))
-                    .into(),
-            )
-        })?;
         let [start, answer] = [60.0, 30.0].map(|usual| seconds("--timeout", self.timeout.unwrap_or(usual)));
         let (start, answer) = (start?, answer?);
-        Ok(WorkerLaunch { start, answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })
+        Ok(WorkerLaunch { start, answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words(command)?) })
     }
+}
+
+/// Splits a command into its words, as a shell would.
+pub(super) fn words(command: &str) -> Result<Vec<String>, CliError> {
+    shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
+        let given = ForeignText::from(command);
+        CliError::Usage(format!("--exec: got `{given}`, expected a command, quoted as for a shell").into())
+    })
 }
 
 /// Returns an implementation that runs here. One that does not is no kernel that fails.
@@ -195,7 +197,7 @@ fn cut_of(name: &str) -> Result<ShardCut, String> {
 }
 
 /// A time, from a number of an option.
-fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
+pub(super) fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
     let time = Duration::try_from_secs_f64(given).ok().filter(|time| !time.is_zero());
     time.ok_or_else(|| {
         let given = ShownNumber(given);

@@ -8,7 +8,7 @@ use super::CliError;
 use crate::config;
 use crate::spec::LossSpec;
 use crate::spec::presets::{self, BatchInputs, Preset, PresetOptions};
-use crate::text::ForeignText;
+use crate::text::{ForeignText, ShownPath};
 
 /// Returns the help of an option that names a project: `begin`, then the names with the releases whose losses they are.
 pub(super) fn preset_help(begin: &str) -> String {
@@ -81,5 +81,28 @@ impl SpecChoice {
     /// The project and its options, where the loss is one's.
     pub(super) fn project(&self) -> Option<(Preset, Vec<String>)> {
         Some((self.preset?, self.options.pairs()))
+    }
+
+    /// Refuses a loss where none can be chosen.
+    pub(super) fn expect_none(&self, expected: &str) -> Result<(), CliError> {
+        let given = [
+            ("--spec", self.spec.is_some()),
+            ("--logp", self.logp),
+            ("--preset", self.preset.is_some()),
+            ("NAME=VALUE", !self.options.pairs().is_empty()),
+        ];
+        given.into_iter().find(|(_, is_given)| *is_given).map_or(Ok(()), |(option, _)| {
+            Err(CliError::Usage(format!("{option}: got a loss, expected {expected}").into()))
+        })
+    }
+
+    /// Returns the loss as reports name it: its project with the options, or its file.
+    pub(super) fn name(&self) -> String {
+        match (self.preset, &self.spec) {
+            (Some(preset), _) => [&[preset.to_string()], &self.options.pairs()[..]].concat().join(" "),
+            (None, Some(path)) => ShownPath(path).to_string(),
+            (None, None) if self.logp => "logp".into(),
+            (None, None) => "PPO-clip".into(),
+        }
     }
 }

@@ -90,14 +90,15 @@ def run_verdict(name: str, seed: int) -> dict[str, Any]:
     return found | {"passed": report.passed, "text": repr(report)}
 
 
-def run_honest(name: str, seed: int, cases: int) -> dict[str, Any]:
+def run_honest(name: str, seed: int, cases: int, invariant: str | None) -> dict[str, Any]:
     form = next(form for form in load("honest") if form.name == name)
-    report = form.run(**quiet(seed=seed, cases=cases))
+    report = form.run(**quiet(seed=seed, cases=cases, **({"invariant": invariant} if invariant else {})))
     # What fails in a campaign that passes is noted: NaN under the mask that reaches a masked gradient.
     failed = json.loads(report.to_json())["failed"]
     failed, noted = (0, failed) if report.passed else (failed, 0)
+    compared = sum(relation["problems"] for relation in json.loads(report.to_json())["invariance"])
     return {"name": name, "seed": seed, "passed": report.passed, "tried": report.cases, "failed": failed, "noted": noted,
-            "skipped": sum(each["cases"] for each in report.skipped), "text": repr(report)}  # fmt: skip
+            "compared": compared, "skipped": sum(each["cases"] for each in report.skipped), "text": repr(report)}  # fmt: skip
 
 
 def run_hostile(name: str, seed: int) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def tasks_of(part: str, asked: argparse.Namespace) -> list[tuple[str, tuple[Any,
         return [(runner, (name, seed)) for seed in seeds for name in names]
     # Every form is asked as often as any other, until there are as many problems as asked for.
     rounds = max(-(-asked.honest // (asked.cases * max(len(names), 1))), 1)
-    return [(part, (name, asked.seed + turn, asked.cases)) for turn in range(rounds) for name in names]
+    return [(part, (name, asked.seed + turn, asked.cases, asked.invariant)) for turn in range(rounds) for name in names]
 
 
 def main() -> int:
@@ -229,6 +230,7 @@ def main() -> int:
     parser.add_argument("--verdicts", action="store_true", help="only whether wrong kernels fail, not what is said of them")
     parser.add_argument("--honest", type=int, default=4000, help="the number of problems of honest kernels, at least")
     parser.add_argument("--cases", type=int, default=200, help="the problems of one campaign of an honest kernel")
+    parser.add_argument("--invariant", choices=("bits", "limits"), help="ask honest kernels for the same numbers in another call too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="the number of processes")
     parser.add_argument("--limit", type=float, default=1800, help="the seconds after which a campaign counts as hanging")
     parser.add_argument("--json", type=Path, help="a file for all outcomes")
@@ -244,7 +246,7 @@ def main() -> int:
         os.environ.setdefault(name, threads)
     tasks = [task for part in asked.parts for task in tasks_of(part, asked)]
     counts: dict[str, dict[str, int]] = {part: {} for part in asked.parts}
-    problems = failed = noted = 0
+    problems = failed = noted = compared = 0
     wrong_words, found = [], []
     for part, one in outcomes(tasks, asked.jobs, asked.limit):
         word, as_it_should = JUDGES[part](one)
@@ -257,15 +259,19 @@ def main() -> int:
             problems += one.get("tried", 0)
             failed += one.get("failed", 0)
             noted += one.get("noted", 0)
+            compared += one.get("compared", 0)
         told = cause_line(one)
         print(f"{one.get('kind', part):18} {one['name']:40} {one['seed']:4} {word:14} {short(told, 200)}", flush=True)
         if asked.print:
             print(one.get("text", ""))
         if asked.json:
             asked.json.parent.mkdir(parents=True, exist_ok=True)
-            asked.json.write_text(json.dumps({"counts": counts, "problems": problems, "failed": failed, "noted": noted, "found": found}, indent=1))
+            totals = {"problems": problems, "failed": failed, "noted": noted, "compared": compared}
+            asked.json.write_text(json.dumps({"counts": counts, **totals, "found": found}, indent=1))
     for part in asked.parts:
-        total = f"{failed} of {problems} problems failed, {noted} noted" if part == "honest" else f"{sum(counts[part].values())} campaigns"
+        calls = f", {compared} compared with another call" if compared else ""
+        of_honest = f"{failed} of {problems} problems failed, {noted} noted{calls}"
+        total = of_honest if part == "honest" else f"{sum(counts[part].values())} campaigns"
         print(f"{part}: {total}: " + ", ".join(f"{count} {word}" for word, count in sorted(counts[part].items())))
     for line in wrong_words:
         print("NOT AS IT SHOULD BE:", line)

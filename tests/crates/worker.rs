@@ -135,6 +135,25 @@ fn worker_answer_is_the_candidate_and_leaves_no_file() {
 }
 
 #[test]
+fn worker_times_its_calls_in_numbers_above_0() {
+    let fixture = fixture();
+    let answer = r#"cp "$folder/expected" "$candidate"; printf '{"id":%s,"seconds":[0.25,0.5]}\n' "$id""#;
+    let mut worker = fixture.start(&format!("{HELLO}; {READ}{answer}"));
+    let (answer, seconds) = worker.time(&LossSpec::default(), &fixture.problem, 2).unwrap();
+    assert!(matches!(answer, WorkerAnswer::Candidate(_)));
+    assert_eq!(seconds, [0.25, 0.5]);
+    // The request says how many calls are asked for.
+    let said = r#"case "$line" in *'"calls":7'*) echo "{\"id\":$id,\"error\":\"seven\"}";; *) exit 3;; esac"#;
+    let mut worker = fixture.start(&format!("{HELLO}; {READ}{said}"));
+    let error = worker.time(&LossSpec::default(), &fixture.problem, 7).map(|_| ()).expect_err("it says so");
+    assert!(error.to_string().contains("seven"), "{error}");
+    for seconds in ["[0.0]", "[-1.0]", "[1e-3,0]"] {
+        let message = fixture.message(&format!(r#"printf '{{"id":%s,"seconds":{seconds}}}\n' "$id""#));
+        expect_in(&message, &["seconds: got", "expected numbers of seconds above 0"]);
+    }
+}
+
+#[test]
 fn worker_that_does_not_compute_a_spec_answers_and_goes_on() {
     let fixture = fixture();
     let unsupported = r#"echo "{\"id\":$id,\"unsupported\":\"kl k2\"}""#;

@@ -25,6 +25,7 @@ use crate::dependence::dependences;
 use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::invariance::{ComparedCalls, start_of_dependence};
 use crate::kernel::Fault;
+use crate::memory::{LEAK, MEMORY};
 use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
 use crate::patterns::{AgreedPatterns, agreed, patterns_of};
 use crate::repeat::split_off_unrepeated;
@@ -45,7 +46,7 @@ pub(crate) struct Failures<'f, P> {
 /// The names by which a failure can be allowed.
 pub(crate) fn names_that_can_be_allowed() -> Vec<&'static str> {
     let mut all: Vec<&str> = Edge::ALL.into_iter().map(Edge::name).collect();
-    all.extend(["not-reproducible", "stale-memory", "masked-garbage"]);
+    all.extend(["not-reproducible", "stale-memory", "masked-garbage", MEMORY, LEAK]);
     all.extend(InvarianceRelation::ALL.into_iter().map(InvarianceRelation::cause));
     #[cfg(feature = "mutants")]
     all.extend(BANK.iter().map(|mutant| mutant.name));

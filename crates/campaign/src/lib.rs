@@ -36,6 +36,7 @@ mod invariance;
 mod invariance_mutants;
 mod kernel;
 mod markdown;
+mod memory;
 #[cfg(feature = "mutants")]
 mod naming;
 mod neighbours;
@@ -58,6 +59,7 @@ pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, 
 pub use invariance::{AskedInvariance, InvarianceDemand};
 pub use kernel::{CallWay, CallWayKind, Fault, KernelUnderTest, LocalKernel};
 pub use markdown::markdown;
+pub use memory::add_memory;
 pub use neighbours::{ComputedLoss, computed, neighbours, short_name};
 pub use shrink::simplify;
 pub use subject::Subject;

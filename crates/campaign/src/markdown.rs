@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use assay_schema::campaign::{CampaignReport, FailureCause};
 
+use crate::memory::memory;
 use crate::text::{PICTURE_WIDTH, covered, invariance, problems, score, total};
 use assay_core::text::drives_terminal;
 
@@ -38,6 +39,9 @@ pub fn markdown(campaign: &CampaignReport) -> String {
     let _ = writeln!(text, "\nCovered: {}.", escaped(&covered(campaign)));
     if !campaign.invariance.is_empty() {
         let _ = writeln!(text, "\nInvariance: {}.", escaped(&invariance(&campaign.invariance)));
+    }
+    if !campaign.memory.is_empty() {
+        let _ = writeln!(text, "\nMemory: {}.", escaped(&memory(&campaign.memory)));
     }
     if let Some(power) = &campaign.power {
         let _ = writeln!(text, "\nMutants: {}.", escaped(&score(power)));

@@ -588,6 +588,7 @@ impl<P: Subject> Round<'_, P> {
             costs: self.costs,
             power,
             invariance: self.findings,
+            memory: Vec::new(),
         })
     }
 

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::memory::{apart_from_memory, memory};
 use crate::neighbours::short_name;
 use assay_schema::campaign::{
     CampaignReport, CatchingOption, DeckCoverage, FailureCause, MutantName, MutationScore, VocabularyCost,
@@ -56,6 +57,9 @@ pub fn text(campaign: &CampaignReport, form: &TextForm) -> String {
     if !campaign.invariance.is_empty() {
         write_line(&mut text, "", "invariance", &invariance(&campaign.invariance));
     }
+    if !campaign.memory.is_empty() {
+        write_line(&mut text, "", "memory", &memory(&campaign.memory));
+    }
     if let Some(power) = &campaign.power {
         write_line(&mut text, "", "mutants", &score(power));
     }
@@ -80,16 +84,17 @@ pub(crate) fn problems(count: u64) -> String {
 
 /// Returns the last line: `PASS  k: 200 problems, …`
 pub(crate) fn total(campaign: &CampaignReport) -> String {
-    let CampaignReport {
-        passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, ..
-    } = campaign;
+    let CampaignReport { passed, kernel, grade, seed, packed, tried, failed, allowed, seconds, coverage, .. } =
+        campaign;
     let verdict = if *passed { "PASS" } else { "FAIL" };
     let packed = if *packed { " packed" } else { "" };
     let mut line =
         format!("{verdict}  {kernel}: {tried}{packed} problems at grade {grade}, seed {seed}, {failed} failed");
-    if !causes.is_empty() {
-        let _ = write!(line, " by {} {}", causes.len(), if causes.len() == 1 { "cause" } else { "causes" });
+    let (causes, of_memory) = apart_from_memory(campaign);
+    if causes > 0 {
+        let _ = write!(line, " by {causes} {}", if causes == 1 { "cause" } else { "causes" });
     }
+    line += &of_memory;
     let notes = allowed.iter().filter(|cause| is_note(cause)).count();
     for (count, word) in
         [(allowed.len() - notes, "allowed"), (notes, "noted")].into_iter().filter(|(count, _)| *count > 0)

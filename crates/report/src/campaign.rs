@@ -1,11 +1,11 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MemoryFinding, MutantName};
 use assay_schema::invariance::RelationFinding;
 use assay_schema::number::quotient;
 use maud::{Markup, html};
 
-use super::number::clipped;
+use super::number::{clipped, short};
 use super::part::ReportPart;
 use super::plot::places;
 
@@ -38,6 +38,7 @@ impl ReportPart for CampaignReport {
                 p.note { (skipped.cases) " problems were not tried: " (clipped(&skipped.why)) }
             }
             @if !self.invariance.is_empty() { (relations(&self.invariance)) }
+            @if !self.memory.is_empty() { (memory(&self.memory)) }
             (covered(&self.coverage))
             @if let Some(power) = &self.power {
                 p {
@@ -48,6 +49,30 @@ impl ReportPart for CampaignReport {
             }
             details { summary { "The loss" } pre { (self.spec) } }
         }
+    }
+}
+
+/// Draws the memory of a call for each dtype, in units of the logits.
+fn memory(found: &[MemoryFinding]) -> Markup {
+    html! {
+        div.scroll { table {
+            thead { tr { th { "memory, × the logits" } th { "forward" } th { "backward" } th { "peak" } th { "kept" } th { "allowed" } } }
+            tbody { @for one in found {
+                @let of = |n: Option<u64>| n.map_or("–".to_string(), |n| format!("{:.2}", n as f64 / one.logits_bytes as f64));
+                @let call = one.call.as_ref();
+                tr {
+                    th { (clipped(&one.problem)) }
+                    td.number { (of(call.and_then(|call| call.forward))) }
+                    td.number { (of(call.and_then(|call| call.backward))) }
+                    td.number { (of(call.map(|call| call.peak))) }
+                    td.number { (of(call.map(|call| call.kept))) }
+                    td.number { (short(one.limit)) }
+                }
+                @if let Some(why) = one.raised.as_ref().or(one.not_measured.as_ref()) {
+                    tr { td colspan="6" { (clipped(why)) } }
+                }
+            } }
+        } }
     }
 }
 

@@ -11,6 +11,7 @@ use assay_schema::compile::{TpuProgramReport, TpuTable};
 use assay_schema::gpu;
 use assay_schema::mutants::MutationReport;
 use assay_schema::peers::PeersReport;
+use assay_schema::programs::ProgramBench;
 use assay_schema::verdicts::Verdicts;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -62,7 +63,7 @@ fn parse<P: ReportPart + DeserializeOwned + 'static>(value: Value) -> serde_json
 }
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
-const KINDS: [(&str, &str, &str, Parse); 11] = [
+const KINDS: [(&str, &str, &str, Parse); 12] = [
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<BenchFigures>),
     ("cycles", "compile", "Compiled for a TPU", parse::<TpuProgramReport>),
@@ -73,6 +74,7 @@ const KINDS: [(&str, &str, &str, Parse); 11] = [
     ("files", "peers", "Recorded runs of others", parse::<PeersReport>),
     ("arms", "ab", "Kernel off and on", parse::<AbComparison>),
     ("causes", "check", "Campaign", parse::<CampaignReport>),
+    ("programs", "assay.bench", "Programs side by side", parse::<ProgramBench>),
     ("agrees", "compare-logp", "Trainer and sampler", parse::<LogpAgreement>),
 ];
 

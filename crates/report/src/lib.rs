@@ -22,7 +22,9 @@ mod page;
 mod part;
 mod peers;
 pub mod plot;
+mod programs;
 mod verdicts;
 
 pub use self::input::{Input, InputError, LONGEST};
 pub use self::page::render;
+pub use self::programs::{programs_markdown, programs_text};

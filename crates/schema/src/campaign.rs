@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::invariance::RelationFinding;
 use crate::number::{distinct, quotient, six};
 use crate::picture::ErrorPicture;
+use crate::programs::CallMemory;
 use crate::verdicts::{Explanation, Grade};
 
 /// The result of a campaign: one kernel on many problems.
@@ -56,6 +57,29 @@ pub struct CampaignReport {
     /// The relations in which a token must have the same numbers; empty if none was asked.
     #[serde(default)]
     pub invariance: Vec<RelationFinding>,
+    /// The memory that a call takes, for each dtype; empty if it was not asked for.
+    #[serde(default)]
+    pub memory: Vec<MemoryFinding>,
+}
+
+/// The memory that a call takes on one wide problem, beside the limit that it was given.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemoryFinding {
+    /// The problem: extents and dtype.
+    pub problem: String,
+    /// The size of its logits, `B·T·V` of the dtype.
+    pub logits_bytes: u64,
+    /// The most that the peak and what is kept may be together, in units of the logits.
+    pub limit: f64,
+    /// The memory of a call; `None` if it could not be measured.
+    #[serde(default)]
+    pub call: Option<CallMemory>,
+    /// The error that the kernel raised in place of it.
+    #[serde(default)]
+    pub raised: Option<String>,
+    /// The reason why this system measures no memory.
+    #[serde(default)]
+    pub not_measured: Option<String>,
 }
 
 /// Failures that are explained alike.

@@ -17,6 +17,7 @@ pub mod mutants;
 pub mod number;
 pub mod peers;
 pub mod picture;
+pub mod programs;
 pub mod verdicts;
 
 use serde::{Deserialize, Serialize};

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::memory::WorkerMemory;
 use super::process::{Process, Silence};
 use super::ranks::RankShard;
 use super::{LONGEST_LINE, PROTOCOL, guarded_folder};
@@ -75,11 +76,23 @@ struct Request<'r> {
     /// The share of this rank, where the kernel runs on several.
     #[serde(skip_serializing_if = "Option::is_none")]
     shard: Option<&'r RankShard>,
+    /// The number of calls that the worker is to time, where it is asked to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    calls: Option<usize>,
+}
+
+/// What a request has besides its problem.
+#[derive(Clone, Copy, Default)]
+struct RequestExtras<'r> {
+    shard: Option<&'r RankShard>,
+    calls: Option<usize>,
 }
 
 #[derive(Deserialize)]
 struct Reply {
     id: u64,
+    #[serde(default)]
+    seconds: Vec<f64>,
     unsupported: Option<String>,
     error: Option<String>,
     output: Option<RefusedOutput>,
@@ -234,7 +247,27 @@ impl Worker {
     /// # Errors
     /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
     pub fn ask<P: Workload>(&mut self, spec: &LossSpec, problem: &P) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
-        self.ask_for(spec, (problem, problem), None)
+        self.ask_for(spec, (problem, problem), RequestExtras::default()).map(|(answer, _)| answer)
+    }
+
+    /// Lets it compute `problem` again and again, and returns its answer with the seconds that it says `calls` of them took: none if it
+    /// times nothing.
+    ///
+    /// # Errors
+    /// As [`Worker::ask`]; [`WorkerError::Protocol`] for a time that is none.
+    pub fn time<P: Workload>(
+        &mut self,
+        spec: &LossSpec,
+        problem: &P,
+        calls: usize,
+    ) -> Result<(WorkerAnswer<P::Gradient>, Vec<f64>), WorkerError> {
+        let extras = RequestExtras { calls: Some(calls), ..RequestExtras::default() };
+        self.ask_for(spec, (problem, problem), extras)
+    }
+
+    /// Returns the memory of its processes, while it runs; `None` where the system does not tell.
+    pub fn memory(&self) -> Option<WorkerMemory> {
+        WorkerMemory::of_group(self.process.as_ref()?.group())
     }
 
     /// Lets it compute its share of `problem`, with outputs no larger than those of the problem `share`.
@@ -245,7 +278,8 @@ impl Worker {
         share: &P,
         shard: &RankShard,
     ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
-        self.ask_for(spec, (problem, share), Some(shard))
+        let extras = RequestExtras { shard: Some(shard), ..RequestExtras::default() };
+        self.ask_for(spec, (problem, share), extras).map(|(answer, _)| answer)
     }
 
     /// Ends the process; the next question starts it again.
@@ -263,16 +297,16 @@ impl Worker {
         &mut self,
         spec: &LossSpec,
         (problem, share): (&P, &P),
-        shard: Option<&RankShard>,
-    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+        extras: RequestExtras,
+    ) -> Result<(WorkerAnswer<P::Gradient>, Vec<f64>), WorkerError> {
         let (array, dtype) = (P::ARRAYS[0], problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
-            return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}").into()));
+            return Ok((WorkerAnswer::Unsupported(format!("{array} in {dtype}").into()), Vec::new()));
         }
         self.asked += 1;
         let [given, returned] = ["problem", "candidate"]
             .map(|name| self.guardian.folder().join(format!("{}-{name}.safetensors", self.asked)));
-        let answer = self.answer(spec, (problem, share), shard, (&given, &returned));
+        let answer = self.answer(spec, (problem, share), extras, (&given, &returned));
         // The worker may have written none.
         let _ = (fs::remove_file(&given), fs::remove_file(&returned));
         answer
@@ -282,14 +316,14 @@ impl Worker {
         &mut self,
         spec: &LossSpec,
         (problem, share): (&P, &P),
-        shard: Option<&RankShard>,
+        RequestExtras { shard, calls }: RequestExtras,
         (given, returned): (&Path, &Path),
-    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+    ) -> Result<(WorkerAnswer<P::Gradient>, Vec<f64>), WorkerError> {
         let command = self.launch.name();
         let file = |reason| WorkerError::File { command: command.clone(), reason };
         // The problem is a file; only its path goes through the pipe.
         write_problem(given, problem, &BTreeMap::new()).map_err(file)?;
-        let request = Request { id: self.asked, problem: given, candidate: returned, spec, shard };
+        let request = Request { id: self.asked, problem: given, candidate: returned, spec, shard, calls };
         let request = serde_json::to_string(&request).expect("plain data has a JSON form");
         // A process that ended earlier is started again here, which may cost the load of a framework.
         let process = match &mut self.process {
@@ -308,7 +342,16 @@ impl Worker {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
-        let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| {
+        let reply = reply.and_then(|reply| {
+            match reply.seconds.iter().find(|seconds| !(seconds.is_finite() && **seconds > 0.0)) {
+                None => Ok(reply),
+                Some(odd) => {
+                    let expected = "numbers of seconds above 0".to_string();
+                    Err(broken(process, &command, "seconds", odd.to_string(), expected))
+                }
+            }
+        });
+        let Reply { unsupported, error, output, mutated, seconds, .. } = reply.inspect_err(|_| {
             self.process = None;
             self.guardian.watch(None);
         })?;
@@ -325,13 +368,13 @@ impl Worker {
             return Err(WorkerError::InputMutated { command, field: field.into() });
         }
         if let Some(what) = unsupported {
-            return Ok(WorkerAnswer::Unsupported(what.into()));
+            return Ok((WorkerAnswer::Unsupported(what.into()), Vec::new()));
         }
         // The file was written by a stranger: bound its length before reading, then require the promised outputs.
         expect_file(returned, given).map_err(file)?;
         let candidate = read_answer(returned, share).map_err(file)?;
         self.expect_outputs(&candidate, returned).map_err(file)?;
-        Ok(WorkerAnswer::Candidate(Box::new(candidate)))
+        Ok((WorkerAnswer::Candidate(Box::new(candidate)), seconds))
     }
 
     /// Checks that every promised output is in the candidate: one that is silently left out would not be judged.

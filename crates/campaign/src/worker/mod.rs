@@ -22,11 +22,20 @@
 //! request  {"id": 7, …, "shard": {"rank": 1, "ranks": 4, "cut": "vocabulary", "start": 250, "end": 500}}
 //! ```
 //!
+//! A bench asks for times with the number of `calls`. The worker calls its kernel once more than that, and says what each call but the first
+//! took, without reading its problem and writing its candidate:
+//!
+//! ```text
+//! request  {"id": 7, …, "calls": 10}
+//! worker   {"id": 7, "seconds": [0.0132, 0.0129, …]}
+//! ```
+//!
 //! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
 //! long, the whole group of its processes is killed. So it is when the campaign ends, by whatever signal, and its files are removed; a
 //! process that leaves the group by `setsid` is beyond that.
 
 mod kernel_process;
+mod memory;
 mod process;
 mod ranks;
 
@@ -36,6 +45,7 @@ use std::{env, io};
 use assay_core::guardian::Guardian;
 
 pub use kernel_process::{Worker, WorkerAnswer, WorkerError, WorkerIntroduction, WorkerLaunch};
+pub use memory::WorkerMemory;
 pub use ranks::{RankShard, RankedWorker, ShardCut};
 
 /// The protocol and its version.

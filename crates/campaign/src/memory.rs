@@ -1,0 +1,148 @@
+//! The gate of memory: what a call takes beside its inputs, and what it leaves behind.
+
+use assay_schema::campaign::{CampaignReport, FailureCause, MemoryFinding};
+use assay_schema::number::six;
+use assay_schema::programs::CallMemory;
+
+use crate::cause::is_called;
+use crate::text::problems;
+
+/// The gate of a kernel that takes more memory than it may.
+pub(crate) const MEMORY: &str = "memory";
+/// The gate of a kernel that leaves more behind with each call.
+pub(crate) const LEAK: &str = "leak";
+
+/// Adds the memory of a kernel's calls to the report of its campaign, and a cause for what is beyond its limit.
+///
+/// ```
+/// use assay_campaign::{Campaign, Deck, LocalKernel, add_memory};
+/// use assay_core::problem::Problem;
+/// use assay_core::spec::LossSpec;
+/// use assay_native::Native;
+/// use assay_schema::campaign::MemoryFinding;
+/// use assay_schema::programs::CallMemory;
+///
+/// let deck = Deck { cases: 2, wide: 0, ..Deck::default() };
+/// let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
+/// let mut report = campaign.run(&mut LocalKernel::<Problem>(&Native::default()), &mut |_| ()).unwrap();
+/// let call = CallMemory { forward: Some(100), backward: Some(300), peak: 300, kept: 0, leaked: 0 };
+/// let problem = "1x1x25 f32".to_string();
+/// let found = MemoryFinding { problem, logits_bytes: 100, limit: 1.1, call: Some(call), raised: None, not_measured: None };
+/// add_memory(&mut report, vec![found], &[]);
+/// assert!(report.causes[0].sentence.contains("the backward pass holds 3.00 × the logits"));
+/// ```
+pub fn add_memory(report: &mut CampaignReport, found: Vec<MemoryFinding>, allow: &[String]) {
+    for (gate, sentence) in [(MEMORY, beyond as fn(&MemoryFinding) -> Option<String>), (LEAK, left_behind)] {
+        let failed: Vec<(&MemoryFinding, String)> =
+            found.iter().filter_map(|one| Some((one, sentence(one)?))).collect();
+        // The dtypes fail alike: the one that is farthest beyond its limit speaks for all.
+        let worst = failed.iter().max_by(|(a, _), (b, _)| in_logits(a).total_cmp(&in_logits(b)));
+        let Some((worst, sentence)) = worst else { continue };
+        let cause = FailureCause {
+            gate: gate.into(),
+            sentence: sentence.clone(),
+            cases: failed.len() as u64,
+            first: failed[0].0.problem.clone(),
+            problem: worst.problem.clone(),
+            worst: None,
+            picture: None,
+            values: None,
+            in_common: None,
+            like: Vec::new(),
+            diagnoses: Vec::new(),
+            computes: Vec::new(),
+            computes_one_of: false,
+            verdict: None,
+            fault: None,
+            signal: None,
+            repro: None,
+        };
+        if allow.iter().any(|name| is_called(&cause, name)) {
+            report.allowed.push(cause);
+        } else {
+            report.causes.push(cause);
+            report.passed = false;
+        }
+    }
+    report.memory = found;
+}
+
+/// Returns the peak of a call with what is kept between calls, in units of the logits.
+fn in_logits(found: &MemoryFinding) -> f64 {
+    let call = found.call.as_ref();
+    call.map_or(f64::INFINITY, |call| (call.peak + call.kept) as f64 / found.logits_bytes as f64)
+}
+
+/// Says where a call takes more than it may.
+fn beyond(found: &MemoryFinding) -> Option<String> {
+    if let Some(raised) = &found.raised {
+        return Some(format!("the kernel raises an error where its memory is measured: {raised}"));
+    }
+    let call = found.call.as_ref()?;
+    let held = in_logits(found);
+    if held <= found.limit {
+        return None;
+    }
+    let CallMemory { forward, backward, kept, peak, .. } = call;
+    let pass = match (forward, backward) {
+        (Some(forward), Some(backward)) if forward >= backward => "the forward pass",
+        (Some(_), Some(_)) => "the backward pass",
+        _ => "a call",
+    };
+    let of_logits = |n: u64| n as f64 / found.logits_bytes as f64;
+    // An array that is a little smaller than the logits counts as one: a pass may leave out a column.
+    let arrays = match of_logits(*peak) + 0.05 {
+        less if less < 1.0 => "no array of their size".to_string(),
+        one if one < 2.0 => "an array of their size".into(),
+        count => format!("{} arrays of their size at once", count.floor()),
+    };
+    let mut sentence = format!(
+        "{pass} holds {:.2} × the logits beside its inputs, and {} is allowed: {arrays}",
+        of_logits(*peak),
+        six(found.limit)
+    );
+    if *kept > 0 {
+        sentence += &format!("; {:.2} × more is kept from the first call on", of_logits(*kept));
+    }
+    Some(sentence)
+}
+
+/// Says what each call leaves behind.
+fn left_behind(found: &MemoryFinding) -> Option<String> {
+    let leaked = found.call.as_ref()?.leaked;
+    let of_logits = leaked as f64 / found.logits_bytes as f64;
+    let leaks = leaked > 0;
+    leaks.then(|| format!("each call leaves {of_logits:.2} × the logits behind, {:.1} MB", leaked as f64 / 1e6))
+}
+
+/// `forward 1.00, backward 3.00 × the logits of 1x256x151936 f32; at most 1.1 is allowed`
+pub(crate) fn memory(found: &[MemoryFinding]) -> String {
+    let one = |found: &MemoryFinding| {
+        let of_logits = |n: u64| format!("{:.2}", n as f64 / found.logits_bytes as f64);
+        let Some(CallMemory { forward, backward, peak, kept, .. }) = &found.call else {
+            let why = found.raised.as_ref().or(found.not_measured.as_ref()).map_or("it was not asked", String::as_str);
+            return format!("not measured of {}: {why}", found.problem);
+        };
+        let passes = match (forward, backward) {
+            (Some(forward), Some(backward)) => {
+                format!("forward {}, backward {}", of_logits(*forward), of_logits(*backward))
+            }
+            _ => format!("a call {}", of_logits(*peak)),
+        };
+        let kept = if *kept > 0 { format!(", kept {}", of_logits(*kept)) } else { String::new() };
+        format!("{passes}{kept} × the logits of {}", found.problem)
+    };
+    let limit = found.first().map_or(String::new(), |found| format!("; at most {} is allowed", six(found.limit)));
+    format!("{}{limit}", found.iter().map(one).collect::<Vec<_>>().join("; "))
+}
+
+/// The end of the last line of a report for what its causes of memory are, and the number of the other causes.
+pub(crate) fn apart_from_memory(report: &CampaignReport) -> (usize, String) {
+    let (of_memory, others): (Vec<_>, Vec<_>) =
+        report.causes.iter().partition(|cause| [MEMORY, LEAK].contains(&cause.gate.as_str()));
+    let words = of_memory.iter().map(|cause| {
+        let asked = problems(report.memory.len() as u64);
+        if cause.gate == LEAK { format!(", a leak in {asked}") } else { format!(", too much memory in {asked}") }
+    });
+    (others.len(), words.collect())
+}

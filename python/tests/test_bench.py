@@ -1,0 +1,208 @@
+"""The bench of programs: what is right is timed, what is wrong or absent is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import kernels
+import pytest
+
+import assay
+from assay import _bench
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+import assay.jax as assay_jax  # noqa: E402
+
+pytest_plugins = ["pytester"]
+OPTIONS: dict[str, Any] = {"shape": "1x8x1024", "framework": "jax", "seconds": 0.0, "progress": False}
+
+
+def loss(x: Any) -> Any:
+    logp = jnp.take_along_axis(jax.nn.log_softmax(x.logits.astype("float32")), x.ids[..., None], -1)[..., 0]
+    ratio, advantages = jnp.exp(logp - x.old_logp), x.advantages[:, None]
+    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages).sum() / x.mask.sum()
+
+
+def half(x: Any) -> Any:
+    return loss(x) / 2
+
+
+def logp(logits: Any, ids: Any) -> Any:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1)[..., 0]
+
+
+def test_programs_take_turns_and_a_wrong_one_has_no_time() -> None:
+    found = assay.bench(loss, "trl", against=[half, "jax", "xla"], **OPTIONS)
+    assert found and list(found.median) == ["loss", "jax", "xla"]
+    data = json.loads(found.to_json())
+    wrong = next(program for program in data["programs"] if program["name"] == "half")
+    assert wrong["is_wrong"] and wrong["why_untimed"].startswith("loss, f32; expected -1.0") and "times" not in wrong
+    assert all(program["times"]["calls"] == 5 for program in data["programs"] if "times" in program)
+    assert data["bound"]["name"] == "a copy of the logits" and data["bound"]["gb_per_s"] > 0
+    text = repr(found)
+    assert "wrong  half: " in text and "a copy of the logits" in text
+    assert not any(line.startswith("half") for line in text.splitlines())
+
+
+def test_a_wrong_kernel_fails_and_nothing_is_timed() -> None:
+    found = assay.bench(half, "trl", against=["jax"], **OPTIONS)
+    assert not found and found.median == {}
+    assert "a copy" not in repr(found)
+    with pytest.raises(assay.KernelFailure, match="loss"):
+        found.raise_for_failure()
+
+
+def test_log_probabilities_and_heads_are_timed_too() -> None:
+    found = assay.bench(logp, "logp", entropy=False, against=["jax"], **OPTIONS)
+    assert list(found.median) == ["logp", "jax"]
+
+    def of_head(x: Any) -> Any:
+        logits = jnp.einsum("bth,vh->btv", x.hidden, x.lm_head, precision="highest")
+        x.logits = logits
+        return loss(x)
+
+    found = assay.bench(of_head, "trl", **{**OPTIONS, "shape": "1x8x16x1024"})
+    assert found and json.loads(found.to_json())["bound"]["name"] == "the three products of the head"
+
+
+def test_a_function_of_a_problem_is_timed_by_what_it_returns() -> None:
+    found = assay.bench(kernels.honest, "trl", **{**OPTIONS, "framework": None})
+    assert found and list(found.median) == ["honest"]
+    found = assay.bench(kernels.too_large, "trl", **{**OPTIONS, "framework": None})
+    assert not found
+
+
+def test_sizes_have_a_slope_and_a_picture(tmp_path: Path) -> None:
+    found = assay.bench(loss, "trl", tokens=[16, 32], vocabularies=[2048], **OPTIONS)
+    growths = json.loads(found.to_json())["growths"]
+    assert [(growth["size"], growth["sizes"]) for growth in growths] == [("tokens", 3), ("vocabulary", 2)]
+    assert "loss: time grows as tokens^" in repr(found)
+    found.to_html(tmp_path / "bench.html")
+    assert "median time by tokens" in (tmp_path / "bench.html").read_text()
+    found.to_markdown(tmp_path / "bench.md")
+    assert "| loss |" in (tmp_path / "bench.md").read_text()
+
+
+def test_exponents_are_those_of_powers() -> None:
+    points = [{"program": "a", "tokens": n, "vocabulary": 8, "median": 3e-6 * n**1.5} for n in (1, 2, 4, 8)]
+    (growth,) = _bench._growths(points, [1, 8, 8])
+    assert growth["exponent"] == pytest.approx(1.5) and growth["sizes"] == 4
+
+
+def test_an_opponent_that_is_not_there_is_ignored_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    found = assay.bench(loss, "trl", against=["trl"], **OPTIONS)
+    assert found and "ignored  trl: " in repr(found)
+    assert "is not installed here" in repr(found)
+    # Nor one whose loss is another.
+    found = assay.bench(half, assay.spec(objective="policy_gradient", scale=2.0), against=["jax"], **OPTIONS)
+    assert "ignored  jax: the plain loss of opponents has no `scale: 2.0`" in repr(found) or not found
+
+
+def test_what_is_too_slow_raises_or_needs_too_much_memory_is_said() -> None:
+    found = assay.bench(loss, "trl", **{**OPTIONS, "limit": 0.0})
+    assert not found and "and the limit is 0 s" in repr(found)
+
+    def raises(x: Any) -> Any:
+        raise RuntimeError("no such path\n  in two lines")
+
+    found = assay.bench(loss, "trl", against=[raises], **OPTIONS)
+    assert "wrong  raises: RuntimeError: no such path in two lines" in repr(found)
+
+    def endless(x: Any) -> Any:
+        raise MemoryError("cannot allocate memory for 8 TB")
+
+    found = assay.bench(loss, "trl", against=[endless], **OPTIONS)
+    assert "ignored  endless: MemoryError: " in repr(found)
+    with pytest.raises(assay.ProblemError, match=r"`shape`: got 4096x4096x151936 in f32, whose calls take .* GB at least"):
+        assay.bench(loss, "trl", **{**OPTIONS, "shape": "4096x4096x151936"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shape": "8x1024"}, "`shape`: got '8x1024', expected extents such as"),
+        ({"shape": "0x8x1024"}, "`shape`: got '0x8x1024', expected extents such as"),
+        ({"dtype": "f8"}, "dtype: .*f8"),
+        ({"against": ["eager", "eager"]}, "against: got 'eager' twice"),
+        ({"against": ["fast"]}, "against: got 'fast', expected a function, or one of eager, "),
+        ({"framework": "mxnet"}, "framework: got 'mxnet', expected 'torch', 'jax' or None"),
+        ({"betta": 0.1}, "betta"),
+    ],
+)
+def test_what_cannot_be_asked_is_an_error_that_says_so(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(assay.AssayError, match=said):
+        assay.bench(loss, "trl", **{**OPTIONS, **options})
+
+
+FILE = """
+import jax, jax.numpy as jnp
+
+def loss(x):
+    logp = jnp.take_along_axis(jax.nn.log_softmax(x.logits), x.ids[..., None], -1)[..., 0]
+    return -(logp * x.advantages[:, None]).sum() / x.mask.sum()
+
+def half(x):
+    return loss(x) / 2
+
+OPTIONS = dict(framework="jax", shape="1x8x512", seconds=0.0, memory=False)
+
+def test_right(assay_bench):
+    import assay
+    assert assay_bench(loss, assay.spec(objective="policy_gradient"), **OPTIONS).median["loss"] > 0
+
+def test_wrong(assay_bench):
+    import assay
+    assay_bench(half, assay.spec(objective="policy_gradient"), **OPTIONS)
+"""
+
+
+def test_the_fixture_fails_what_is_wrong_and_prints_its_tables(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_speed=FILE)
+    result = pytester.runpytest_subprocess("-p", "assay._pytest", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*assay_bench in test_speed.py::test_right*", "a copy of the logits*"])
+    result.stdout.fnmatch_lines(["*KernelFailure*"])
+
+
+def outcomes(found: assay.ProgramBench) -> dict[str, str]:
+    """What became of each program: "timed", or "wrong" or "ignored" with the reason."""
+    programs = json.loads(found.to_json())["programs"]
+    said = {each["name"]: f"{'wrong' if each.get('is_wrong') else 'ignored'}: {each.get('why_untimed')}" for each in programs}
+    return said | {each["name"]: "timed" for each in programs if each.get("times")}
+
+
+@pytest.mark.parametrize("options", [{}, {"kl": {"beta": 0.04, "estimator": "k3"}}, {"reduction": {"sequence_mean": {"rows": "all"}}}])
+def test_every_opponent_of_jax_is_right(options: dict[str, Any]) -> None:
+    def returns_what_assay_does(x: Any) -> Any:
+        given = {name: getattr(x, name) for name in ("ids", "mask", "advantages", "old_logp", "ref_logp") if name in vars(x)}
+        if hasattr(x, "logits"):
+            return assay_jax.grpo_loss(x.logits, **given, spec=spec).loss
+        return assay_jax.grpo_loss_of_hidden(x.hidden, x.lm_head.T, **given, spec=spec).loss
+
+    spec = assay.spec(**options)
+    for shape in ("1x4x512", "1x4x8x512"):
+        asked = {**OPTIONS, "shape": shape, "against": ["jax", "xla", "assay"], "memory": False}
+        found = outcomes(assay.bench(returns_what_assay_does, spec, **asked))
+        assert set(found.values()) == {"timed"}, found
+
+
+def test_every_opponent_of_torch_is_right() -> None:
+    torch = pytest.importorskip("torch")
+
+    def in_torch(x: Any) -> Any:
+        logits = x.logits if hasattr(x, "logits") else x.hidden @ x.lm_head.T
+        logp = logits.float().log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]
+        ratio, advantages = (logp - x.old_logp).exp(), x.advantages[:, None]
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / x.mask.sum()
+
+    options = {**OPTIONS, "framework": "torch", "memory": False, "against": ["eager", "torch.compile", "trl", "liger", "jax", "assay"]}
+    for shape in ("1x4x512", "1x4x8x512"):
+        found = outcomes(assay.bench(in_torch, "trl", **{**options, "shape": shape}))
+        assert found["in_torch"] == found["eager"] == found["torch.compile"] == found["jax"] == found["assay"] == "timed", found
+        assert not any(outcome.startswith("wrong") for outcome in found.values()), found
