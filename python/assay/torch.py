@@ -8,9 +8,11 @@
 
 No copy of the logits is made. On the CPU the kernel is the one that `assay` judges under the name `native`, on an NVIDIA GPU those of
 `gpu-one-pass` and `gpu-two-pass`. The forward pass reads the logits once. The backward pass reads them once more and writes dlogits for
-the cotangent that arrives, each rounded once. With hidden states and an LM head on the CPU, the forward pass makes their gradients too,
-for the cotangent that the loss is likely to have; if another one arrives, the backward pass makes them again. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
+the cotangent that arrives, each rounded once. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
 other writes dlogits too, for the cotangent of the step before; if the loss has that one again, the backward pass reads and writes nothing.
+
+With hidden states and an LM head on the CPU, the forward pass computes their gradients, for the cotangent that the loss is likely to have.
+If another one arrives, the backward pass computes them again, so that the result does not depend on it.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
 `segment_ids` S sequences are packed into one row of N tokens, `[1,N]`, or flat, `[N]`.

@@ -71,6 +71,18 @@ def test_a_campaign_of_heads_passes(
     assert launched == ["grpo_count", *3 * ["grpo_statistics"], "grpo_losses", "grpo_sums", *3 * ["grpo_dlogits"]]
 
 
+def test_a_gradient_of_a_head_alone_has_the_bits_of_both(on_gpu: Fake) -> None:
+    problem = next(iter(assay.problems("trl", 1, 7, dtypes=("bf16",), shapes=["3x4x96"], lm_head=True)))
+    both = on_head(problem)
+    for frozen, other in (("hidden", "dlm_head"), ("lm_head", "dhidden")):
+        arrays = {name: getattr(problem.torch(), name).clone().requires_grad_(name != frozen) for name in ("hidden", "lm_head")}
+        laid = arrays["lm_head"].T.contiguous() if problem.layout == "hv" else arrays["lm_head"]
+        given_arrays = {**given(problem), "hidden": arrays["hidden"], "lm_head": laid, "chunk": 5}
+        assay.torch.grpo_loss(None, **given_arrays, spec=problem.spec).loss.backward()
+        assert arrays[frozen].grad is None
+        assert torch.equal(arrays["hidden" if frozen == "lm_head" else "lm_head"].grad, both[other])
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_flat_tokens_are_one_row(inplace: bool) -> None:
     problem = one().pack()
