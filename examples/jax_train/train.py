@@ -103,6 +103,13 @@ def stepper(config: dict[str, Any], mesh: Any, enabled: bool, target: str | None
     return mapped, update
 
 
+def sampled(key: jax.Array, logits: jax.Array) -> jax.Array:
+    """An id a row of `[B,V]`, by one random number: where the sum of probabilities passes it."""
+    reached = jnp.cumsum(jax.nn.softmax(logits.astype(jnp.float32)), -1)
+    asked = jax.random.uniform(key, reached.shape[:1]) * reached[:, -1]
+    return jnp.minimum((reached <= asked[:, None]).sum(-1), logits.shape[-1] - 1)
+
+
 def held_memory(name: str) -> int:
     """Bytes that this process holds, `VmRSS`, or has held at most since the mark, `VmHWM`."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -142,7 +149,7 @@ class Run:
 
         def step(i: jax.Array, sequences: jax.Array) -> jax.Array:
             logits = policy.head(policy.hidden(sequences)[:, length + i - 1])
-            drawn = logits.argmax(-1) if greedy else jax.random.categorical(jax.random.fold_in(key, i), logits)
+            drawn = logits.argmax(-1) if greedy else sampled(jax.random.fold_in(key, i), logits)
             return sequences.at[:, length + i].set(drawn.astype(jnp.int32))
 
         return jax.lax.fori_loop(0, new, step, sequences)
