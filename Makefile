@@ -388,7 +388,7 @@ libtpus: setup-tpu-next ## what two versions of libtpu make of the same programs
 # Every table of docs/benches.md, on an idle machine: a folder of the machine and the date under benches/records, a page of it, and what got
 # slower than in the record before.
 RECORD_FOLDER = benches/records/$(shell nproc)-core-$(shell grep -q avx512f /proc/cpuinfo && echo avx512 || echo avx2)
-LAST_RECORD = $(lastword $(sort $(dir $(wildcard $(RECORD_FOLDER)/*/torch.json))))
+LAST_RECORD = $(lastword $(filter-out $(RECORD_FOLDER)/$(shell date +%F)/,$(sort $(dir $(wildcard $(RECORD_FOLDER)/*/torch.json)))))
 bench-all: tools setup target/panel/peers ## every table of docs/benches.md, a record and its page: ten minutes; fetches 7 GB once
 	$(CARGO) build --release --locked --quiet
 	$(CARGO) build --release --locked --quiet --package assay-judge --example judge_time
@@ -400,5 +400,5 @@ bench-all: tools setup target/panel/peers ## every table of docs/benches.md, a r
 	JAX_PLATFORMS=cpu PYTHONPATH=target/python/release target/panel/bin/python benches/record.py $$new \
 		--judge-time target/release/examples/judge_time; \
 	target/release/assay report $$new/*.json -o target/assay/bench.html; \
-	if [ -n "$$last" ] && [ "$$last" != "$$new/" ]; then target/panel/bin/python benches/record.py --compare $$last $$new; \
+	if [ -n "$$last" ]; then target/panel/bin/python benches/record.py --compare $$last $$new; \
 	else echo "no record before this one: nothing is compared"; fi

@@ -93,9 +93,9 @@ def ratios(folder: Path) -> Iterator[tuple[str, float]]:
     for path in sorted(folder.glob("*.json")):
         table = json.loads(path.read_text())
         if "programs" in table:
-            bound = table["bound"]["times"]["median"]
+            bound = table["bound"]["times"]["median"] if table["bound"] else None
             for program in table["programs"]:
-                if program.get("times"):
+                if bound and program.get("times"):
                     yield f"{path.stem}: {program['name']}", program["times"]["median"] / bound
         else:
             for key, value in table.items():
@@ -108,11 +108,14 @@ def compare(old: Path, new: Path) -> list[str]:
     before = dict(ratios(old))
     if not before:
         raise SystemExit(f"compare: got {old}, expected a folder of a record, with tables as JSON")
-    pairs = [(name, before[name], ratio) for name, ratio in ratios(new) if name in before]
+    after = dict(ratios(new))
+    pairs = [(name, before[name], ratio) for name, ratio in after.items() if name in before]
     if not pairs:
         raise SystemExit(f"compare: got {old} and {new}, expected records with a table in common")
     slower = [f"{name}: {was:.2f} × before, {now:.2f} × now" for name, was, now in pairs if now > SLOWER * was]
-    return [f"{len(pairs)} ratios compared, {len(slower)} slower by more than {round((SLOWER - 1) * 100)} %", *slower]
+    gone = [f"{name}: {was:.2f} × before, and not timed now" for name, was in before.items() if name not in after]
+    told = f"{len(pairs)} ratios compared, {len(slower)} slower by more than {round((SLOWER - 1) * 100)} %, {len(gone)} no longer timed"
+    return [told, *slower, *gone]
 
 
 def tables(folder: Path) -> Iterator[str]:
@@ -121,13 +124,14 @@ def tables(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.json")):
         table = json.loads(path.read_text())
         if "programs" in table:
-            bound = table["bound"]["times"]["median"]
+            bound = table["bound"]["times"]["median"] if table["bound"] else None
             for program in table["programs"]:
-                if program.get("times"):
+                if bound and program.get("times"):
                     median, memory = program["times"]["median"], program.get("memory")
                     held = f"{memory['peak'] / table['logits_bytes']:.2f}" if memory else "–"
                     yield f"| {path.stem}: {program['name']} | {median * 1e3:.1f} | {median / bound:.2f} | {held} |"
-            yield f"| {path.stem}: {table['bound']['name']} | {bound * 1e3:.1f} | 1 | – |"
+            if bound:
+                yield f"| {path.stem}: {table['bound']['name']} | {bound * 1e3:.1f} | 1 | – |"
         else:
             told = ", ".join(f"{table[key]:.3f} ({key[len('ratio_to_') :]})" for key in table if key.startswith("ratio_to_"))
             yield f"| {path.stem}: {table['impl']} | {table['step_s_p50'] * 1e3:.1f} | {told} | – |"

@@ -68,12 +68,16 @@ def expect_options(framework: str, known: Iterable[str], options: Mapping[str, A
         (_frameworks.torch_device if framework == "torch" else _frameworks.jax_device)(options["device"])
 
 
-def campaign(fn: object, kernel: Kernel, ways: Sequence[str]) -> Kernel:
-    """Gives a kernel the name of the function that it calls, and the ways in which a campaign calls it."""
+def campaign(fn: object, kernel: Kernel, framework: str, ways: Sequence[str]) -> Kernel:
+    """Gives a kernel the name of the function that it calls, its framework, and the ways in which a campaign calls it."""
     kernel.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    setattr(kernel, FRAMEWORK, framework)
     setattr(kernel, WAYS, [(way, way == EQUAL_COTANGENT, False) for way in ways])
     return kernel
 
+
+#: The attribute of a kernel that names the framework which differentiates it, and whose passes it tells apart.
+FRAMEWORK = "_assay_framework"
 
 #: The attribute of a kernel that names its ways: each with whether it is for problems with equal cotangents, and whether it is a variant.
 WAYS = "_assay_ways"

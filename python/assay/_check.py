@@ -121,7 +121,7 @@ def check(
         variants: Other forms of `fn`, such as with other chunks, that must give the numbers of `fn`: the relation "chunk" calls them.
         judged: Whether answers are judged. With False the relations of `invariant` alone are asked, and need no reference.
         memory: The most that a call may hold beside its inputs, in units of the logits' size: the peak of its forward and backward pass,
-            with what is kept from the first call on. It is measured after the campaign, on a problem with a vocabulary of 151,936 for each
+            with what is kept from the first call on. It is measured before the campaign, on a problem with a vocabulary of 151,936 for each
             dtype, or on the largest of listed `shapes`; more is the cause `memory`, and what further calls leave behind the cause `leak`.
         repro_dir: The folder of problems that failed, which are tried first the next time; None keeps none.
         progress: Whether a line on stderr shows the progress; by default on a terminal.
@@ -146,9 +146,8 @@ def check(
     kernel = with_variants(fn, variants) if variants else fn
     if memory is not None and (isolate or shared):
         raise AssayError("memory: got a limit, expected none with `isolate` or `ranks`: what is measured is the memory of this process")
-    if memory is not None and not (isinstance(memory, (int, float)) and 0 <= memory < math.inf):
+    if memory is not None and not (type(memory) in (int, float) and 0 <= memory < math.inf):
         raise AssayError(f"memory: got {memory!r}, expected a number of arrays of the logits' size, such as 1.1")
-    wide_shapes = {} if memory is None else _memory.question(shapes, dtypes, lm_head)
     parsed = _specs.parse(spec, spec_options, check)
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
@@ -175,6 +174,12 @@ def check(
         invariant=asked,
         alone=not judged,
     )
+    measured = []
+    if memory is not None:
+        # Before the campaign, whose problems may be as large: what the kernel keeps from its first call on is to be seen.
+        options = {"layout": layout, "seed": seed, "device": device, "inplace": inplace}
+        wide_shapes = _memory.question(shapes, dtypes, lm_head)
+        measured = [_memory.finding(fn, parsed, shape, dtype, memory, packed, options) for dtype, shape in wide_shapes.items()]
     shown = sys.stderr.isatty() if progress is None else progress
     line = _line if shown else None
     named = None if outputs is None else list(outputs)
@@ -187,9 +192,7 @@ def check(
             command = _worker.command(own, named, device, inplace, scores, "ranks" if shared else "isolate")
             return Report(campaign.run_isolated(command, timeout, line, shared), call)
         found = campaign.run(kernel, named, device, inplace, line, getattr(kernel, WAYS, []))
-        if memory is not None:
-            options = {"layout": layout, "seed": seed, "device": device, "inplace": inplace}
-            measured = [_memory.finding(fn, parsed, shape, dtype, memory, packed, options) for dtype, shape in wide_shapes.items()]
+        if measured:
             found = _native.with_memory(found, json.dumps(measured), list(allow))
         return Report(found, call)
     finally:

@@ -224,7 +224,7 @@ def _torch(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd
         _autograd.with_grad(first),
         *(_autograd.FROZEN.values() if lm_head else ()),
     ]
-    return _autograd.campaign(fn, kernel, ways)
+    return _autograd.campaign(fn, kernel, "torch", ways)
 
 
 def _jax_devices(ranks: object, cut: object) -> int:
@@ -274,7 +274,7 @@ def _jax(fn: Scores, entropy: bool, lm_head: bool, ranks: int) -> _autograd.Kern
             outputs[_autograd.GRADIENTS[name]] = x.T if name == "lm_head" and turned else x
         return outputs | _autograd.of_frozen(way, kernel, problem)
 
-    return _autograd.campaign(fn, kernel, list(_autograd.FROZEN.values()) if lm_head else [])
+    return _autograd.campaign(fn, kernel, "jax", list(_autograd.FROZEN.values()) if lm_head else [])
 
 
 _FRAMEWORKS = ("torch", "jax")

@@ -106,7 +106,7 @@ def _torch(fn: Loss, lm_head: bool, inplace: bool) -> _autograd.Kernel:
     frozen = _autograd.FROZEN.values() if lm_head else ()
     small, large = reversed(_autograd.UPSTREAM)
     return _autograd.campaign(
-        fn, kernel, [layouts[0], large, *layouts[1:], _autograd.SECOND_PASS, small, _autograd.with_grad(first), *frozen]
+        fn, kernel, "torch", [layouts[0], large, *layouts[1:], _autograd.SECOND_PASS, small, _autograd.with_grad(first), *frozen]
     )
 
 
@@ -132,4 +132,4 @@ def _jax(fn: Loss, lm_head: bool, inplace: bool) -> _autograd.Kernel:
         outputs = {_autograd.GRADIENTS[name]: (x / upstream).astype(x.dtype) for name, x in gradients.items()}
         return {**outputs, **extras, "loss": loss, **_autograd.of_frozen(way, kernel, problem)}
 
-    return _autograd.campaign(fn, kernel, [*_autograd.UPSTREAM, *(_autograd.FROZEN.values() if lm_head else ())])
+    return _autograd.campaign(fn, kernel, "jax", [*_autograd.UPSTREAM, *(_autograd.FROZEN.values() if lm_head else ())])

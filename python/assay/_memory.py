@@ -103,15 +103,47 @@ class _CudaMeter(Meter):
 
 
 def meter_of(device: str | None, framework: str | None) -> Meter | str:
-    """Returns what measures the memory of a device, or the reason why nothing does."""
+    """Returns what measures the memory of a framework on a device, or the reason why nothing does."""
     if device is None or str(device).split(":")[0] == "cpu":
         try:
-            return _ProcessMeter()
+            meter = _ProcessMeter()
         except OSError:
             return "this system cannot set back a process's high-water mark, as Linux does by /proc/self/clear_refs"
+        if not _gives_back(meter):
+            return "the allocator of this process keeps what is freed, so that a call seems to need nothing"
+        return meter
     if framework == "torch" and str(device).split(":")[0] == "cuda":
         return _CudaMeter(device)
-    return f"no high-water mark of {device} can be set back"
+    return f"nothing sets back the high-water mark of {framework or 'a function'} on {device}"
+
+
+def _gives_back(meter: Meter) -> bool:
+    """Whether what is freed is no longer held: not with allocators that keep all pages."""
+    size = 16 << 20
+    block = bytearray(b"1") * size
+    meter.release()
+    before = meter.held()
+    del block
+    meter.release()
+    return before - meter.held() > size // 2
+
+
+_warm: set[str] = set()
+
+
+def warm(framework: str | None) -> None:
+    """Has a framework load what it loads at its first use: that is no memory of a kernel's."""
+    if framework is None or framework in _warm:
+        return
+    _warm.add(framework)
+    if framework == "torch":
+        import torch
+
+        torch.ones(8, 1024).requires_grad_().log_softmax(-1).sum().backward()
+    else:
+        import jax
+
+        jax.block_until_ready(jax.jit(jax.grad(lambda x: jax.nn.log_softmax(x).sum()))(jax.numpy.ones((8, 1024))))
 
 
 class _Passes:
@@ -173,6 +205,8 @@ def measure(call: Callable[[], object], meter: Meter, unit: int, calls: int = CA
     least = {name: min(peaks[name] for peaks in measured[1:]) for name in measured[1]}
     leaked = max(min(after - held for held, after in zip(before[1:], before[2:])), 0)
     kept = before[1] - before[0] - leaked
+    if not least:
+        raise AssertionError("a call says where its passes begin")
     two = len(least) > 1
     return CallMemory(
         forward=least["forward"] if two else None,
@@ -197,6 +231,9 @@ def question(shapes: str | Sequence[str], dtypes: Sequence[str], has_head: bool)
     Raises:
         AssayError: Its logits are too small for that.
     """
+    unknown = [dtype for dtype in dtypes if dtype not in _BYTES]
+    if isinstance(dtypes, str) or unknown:
+        raise AssayError(f"memory: got dtypes {dtypes!r}, expected a list of f32, bf16 and f16")
     listed = [shape for shape in ([shapes] if isinstance(shapes, str) else shapes) if "x" in shape]
     if not listed:
         hidden = [_HIDDEN] if has_head else []
@@ -228,20 +265,26 @@ def finding(
     packed: bool,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measures a kernel on a problem of its own, and returns what the report of its campaign has of that, `MemoryFinding`.
+    """Measures a kernel on a problem of its own, and returns what the report of its campaign has of that, `MemoryFinding`. The kernel has
+    not been called with as large a problem before, so that what it keeps is seen.
 
     Args:
         options: The other arguments of `unmasked_problem`.
+
+    Raises:
+        AssayError: Nothing measures memory here.
     """
     size = logits_count(extents) * _BYTES[dtype]
     found: dict[str, Any] = {"problem": f"{'x'.join(map(str, extents))} {dtype}", "logits_bytes": size, "limit": limit}
-    meter = meter_of(options["device"], "torch" if "torch" in sys.modules else None)
+    # A function that a framework differentiates says itself which one that is, and where its passes begin.
+    framework = getattr(kernel, "_assay_framework", None)
+    marks_passes = framework is not None
+    meter = meter_of(options["device"], framework or ("torch" if "torch" in sys.modules else None))
     if isinstance(meter, str):
-        return found | {"not_measured": meter}
+        raise AssayError(f"memory: got a limit, expected none here: {meter}")
+    warm(framework)
     problem = _native.unmasked_problem(spec, extents, dtype, **options)
     problem = problem.pack() if packed else problem
-    # A function that a framework differentiates says itself where its passes begin.
-    marks_passes = hasattr(kernel, "_assay_ways")
 
     def call() -> None:
         if marks_passes:
@@ -253,7 +296,7 @@ def finding(
 
     try:
         return found | {"call": measure(call, meter, size)._asdict()}
-    except Exception as reason:
+    except (Exception, SystemExit) as reason:
         return found | {"raised": f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"}
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "agreement_text",
     "__version__",
     "answer",
+    "available_bytes",
     "compare_logp",
     "load",
     "gpu_enqueue",
@@ -327,6 +328,7 @@ def answer(
     path: str | os.PathLike[str],
     share: tuple[str, int, int] | None,
 ) -> None: ...
+def available_bytes() -> int | None: ...
 def agreement_page(json: str) -> str: ...
 def agreement_text(json: str) -> str: ...
 def compare_logp(

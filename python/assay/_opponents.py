@@ -1,4 +1,4 @@
-"""The opponents of a bench, by name: what users of PyTorch and JAX run where they have no kernel, and published projects' own functions.
+"""The opponents of a bench, by name: plain functions of PyTorch and JAX, as users run them without a kernel, and published projects' own.
 
 Each makes logp of logits, or of hidden states and a head, in its own way. The loss of logp, arrays of `[B,T]`, is a plain one that all of
 them share; a loss that it does not have is the reason why an opponent takes no turns.
@@ -45,11 +45,14 @@ def expect(name: object) -> None:
 
 def _installed(module: str, package: str | None = None) -> Any:
     """Imports a module of a package, which is called as the module is if no name is given."""
+    name = package or module
     try:
         return import_module(module)
     except ImportError:
-        name = package or module
         raise NotHere(f"{name} is not installed here: `pip install {name}`") from None
+    except Exception as reason:
+        # A package of another release than its own dependencies expect.
+        raise NotHere(f"{name} cannot be imported: {type(reason).__name__}: {' '.join(str(reason).split())[:200]}") from None
 
 
 def _torch(problem: Problem, device: str | None, scores: Scores) -> Program:
@@ -70,8 +73,7 @@ def _trl(problem: Problem, device: str | None, inplace: bool, framework: str | N
     """TRL's functions in PyTorch: of logits, and of hidden states in chunks."""
     utils = _installed("trl.trainer.utils", "trl")
     fields = problem.spec.to_dict()
-    if fields["logits"]["softcap"] or fields["logits"]["scale"] != 1.0:
-        raise NotHere("TRL's functions change no logits but by temperature")
+    _expect_temperature_alone(fields, "TRL's functions")
     temperature = fields["temperature"]
 
     def of_logits(logits: Any, ids: Any) -> Any:
@@ -99,6 +101,7 @@ def _liger(problem: Problem, device: str | None, inplace: bool, framework: str |
         )
     chunked_loss = _installed("liger_kernel.chunked_loss", "liger-kernel")
     fields = problem.spec.to_dict()
+    _expect_temperature_alone(fields, "Liger's loss")
     objective, kl, reduction = _expect_plain(problem.spec)
     if problem.layout != "vh" or "ppo_clip" not in objective or (kl and kl["estimator"] != "k3"):
         raise NotHere("Liger's loss is PPO-clip with the KL estimator k3, and its head is [V,H]")
@@ -138,11 +141,14 @@ def _assay(problem: Problem, device: str | None, inplace: bool, framework: str |
     _installed("torch")
     from . import torch as ours
 
-    spec, has_head = problem.spec, len(problem.shape) == 4
+    spec, has_head, fields = problem.spec, len(problem.shape) == 4, problem.spec.to_dict()
+    if has_scores(problem):
+        _expect_plain_logits(fields)
+        if fields["logits"]["scale"] != 1.0:
+            raise NotHere("assay.torch.logp_and_entropy has no scale of logits")
 
     def scores(*given: Any) -> Any:
         *inputs, ids = given
-        fields = spec.to_dict()
         options = {"temperature": fields["temperature"], "softcap": fields["logits"]["softcap"]}
         if has_head:
             found = ours.logp_and_entropy(None, ids, hidden=inputs[0], lm_head=inputs[1], **options)
@@ -296,6 +302,12 @@ def _jax_scores(spec: Spec) -> Scores:
         return (logp, -(jax.numpy.exp(logps) * logps).sum(-1)) if fields["dentropy"] else logp
 
     return scores
+
+
+def _expect_temperature_alone(fields: Mapping[str, Any], whose: str) -> None:
+    _expect_plain_logits(fields)
+    if fields["logits"]["softcap"] or fields["logits"]["scale"] != 1.0:
+        raise NotHere(f"{whose} change no logits but by temperature")
 
 
 def _expect_plain_logits(fields: Mapping[str, Any]) -> None:

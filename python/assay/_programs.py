@@ -6,16 +6,23 @@ pass, and returns when the results are there; `outputs` names them for the judge
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import _autograd, _memory
+from ._errors import InputMutated
 from ._frameworks import Arrays
 from ._native import Problem
 
 
 class Program:
     """One program on one problem."""
+
+    #: The framework that runs it, "torch" or "jax", if that is known.
+    framework: str | None = None
+    #: The device of its arrays; None: the CPU.
+    device: str | None = None
 
     def load(self) -> None:
         """Puts the inputs in place again."""
@@ -24,21 +31,37 @@ class Program:
         """Runs both passes, to their end."""
         raise NotImplementedError
 
+    def wait(self) -> None:
+        """Waits until the device has done all that it was asked for."""
+        if self.framework == "torch" and self.device is not None and str(self.device).startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
     def outputs(self, returned: Any) -> Mapping[str, Any]:
         """What `call` returned, by the names of the judge."""
         raise NotImplementedError
+
+    def expect_unchanged(self) -> None:
+        """Checks that the last call has only read its inputs.
+
+        Raises:
+            InputMutated: One has other bytes.
+        """
 
 
 class FunctionProgram(Program):
     """A function of a problem that returns its outputs, as `assay.check` takes it."""
 
-    def __init__(self, fn: Callable[[Problem], Any], problem: Problem) -> None:
-        self._fn, self._problem = fn, problem
+    def __init__(self, fn: Callable[[Problem], Any], problem: Problem, device: str | None) -> None:
+        self._fn, self._problem, self.device = fn, problem, device
+        self.framework = None if device is None or "torch" not in sys.modules else "torch"
 
     def call(self) -> Any:
         _memory.enter_pass("both")
         outputs = self._fn(self._problem)
         _memory.wait_for(outputs)
+        self.wait()
         _memory.enter_pass(None)
         return outputs
 
@@ -52,13 +75,16 @@ class TorchProgram(Program):
     def __init__(self, fn: Callable[..., Any], problem: Problem, device: str | None, inplace: bool) -> None:
         import torch
 
-        self._torch, self._inplace = torch, inplace
-        self._arrays = problem.torch(device)
+        self._torch, self._inplace, self.framework, self.device = torch, inplace, "torch", device
+        self._source = problem.torch(device)
+        # Of its own: the problem's memory is only lent, and other programs have it too.
+        self._arrays = Arrays(
+            **{name: array.clone() for name, array in vars(self._source).items() if name not in _OF_LOGITS}
+        )
         self._scores = hasattr(self._arrays, "dlogp")
         self._fn = fn
-        self._names = _autograd.differentiated(hasattr(self._arrays, "lm_head"))
-        # A copy: the problem's own memory is only lent.
-        self._leaves = {name: getattr(self._arrays, name).clone().requires_grad_() for name in self._names}
+        self._names = _autograd.differentiated(hasattr(self._source, "lm_head"))
+        self._leaves = {name: getattr(self._source, name).clone().requires_grad_() for name in self._names}
         turned = problem.layout == "hv"
         self._turn = {
             name: (lambda x: x.T) if name == "lm_head" and turned else (lambda x: x.view_as(x)) for name in self._names
@@ -67,7 +93,7 @@ class TorchProgram(Program):
     def load(self) -> None:
         if self._inplace:
             for name, leaf in self._leaves.items():
-                leaf.data.copy_(getattr(self._arrays, name))
+                leaf.data.copy_(getattr(self._source, name))
 
     def call(self) -> Any:
         torch = self._torch
@@ -93,6 +119,17 @@ class TorchProgram(Program):
         outputs = {name: result.detach().contiguous() for name, result in named}
         return outputs | {_autograd.GRADIENTS[name]: x.contiguous() for name, x in zip(self._names, gradients)}
 
+    def expect_unchanged(self) -> None:
+        held = {**vars(self._arrays), **({} if self._inplace else self._leaves)}
+        for name, array in held.items():
+            before, after = (x.detach().contiguous().view(self._torch.uint8) for x in (getattr(self._source, name), array))
+            if not self._torch.equal(before, after):
+                raise InputMutated(f"`{name}`: got other bytes after a call, expected an input that is only read", name)
+
+
+#: The arrays that a program is differentiated by, which lie in leaves.
+_OF_LOGITS = ("logits", "hidden", "lm_head")
+
 
 class JaxProgram(Program):
     """A function of arrays that JAX differentiates and compiles, both passes into one program. Inputs that may be written to are donated."""
@@ -100,6 +137,7 @@ class JaxProgram(Program):
     def __init__(self, fn: Callable[..., Any], problem: Problem, device: str | None, inplace: bool) -> None:
         import jax
 
+        self.framework, self.device = "jax", device
         arrays = dict(vars(problem.jax(device)))
         turned = problem.layout == "hv"
         self._scores = "dlogp" in arrays

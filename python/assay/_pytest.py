@@ -126,10 +126,11 @@ def assay_bench(request: pytest.FixtureRequest) -> Callable[..., assay.ProgramBe
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, table in getattr(report, "user_properties", ()):
-                if name == _TABLE and report.when == "call":
+            for entry in getattr(report, "user_properties", ()):
+                # Other plugins' entries may be of any form.
+                if report.when == "call" and len(entry) == 2 and entry[0] == _TABLE:
                     terminalreporter.section(f"assay_bench in {report.nodeid}")
-                    terminalreporter.write_line(table)
+                    terminalreporter.write_line(entry[1])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ use crate::problem::{Batch, Problem};
 use crate::spec::Spec;
 use assay::campaign::add_memory;
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
+use assay::memory::available_host_bytes;
 use assay::report::{self, Input, render};
 use assay::schema::programs::ProgramBench;
 
@@ -60,6 +61,12 @@ pub(crate) fn unmasked_problem(
 
 fn read(py: Python<'_>, json: &str) -> PyResult<ProgramBench> {
     serde_json::from_str(json).map_err(|reason| error::other(py, reason))
+}
+
+/// Returns the bytes that this process could get now; `None` if nothing reports them.
+#[pyfunction]
+pub(crate) fn available_bytes() -> Option<usize> {
+    available_host_bytes()
 }
 
 /// Adds the memory of calls, as JSON, to the report of a campaign.

@@ -45,7 +45,9 @@ mod _native {
     #[pymodule_export]
     use super::agreement::{agreement_page, agreement_text, compare_logp};
     #[pymodule_export]
-    use super::bench::{programs_markdown, programs_page, programs_text, unmasked_problem, with_memory};
+    use super::bench::{
+        available_bytes, programs_markdown, programs_page, programs_text, unmasked_problem, with_memory,
+    };
     #[pymodule_export]
     use super::campaign::{Campaign, answer, page, report_markdown, report_text};
     #[pymodule_export]

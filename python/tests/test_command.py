@@ -119,12 +119,16 @@ def test_a_worker_is_judged_and_times_its_own_calls(tmp_path: Path) -> None:
     timed = run(*command, cwd=tmp_path)
     assert timed.returncode == 0, timed.stdout + timed.stderr
     (program,) = json.loads((tmp_path / "b.json").read_text())["programs"]
-    assert program["times"]["calls"] == 3 and program["times"]["least"] > 0 and program["memory"]["peak"] >= 0
+    assert program["times"]["calls"] == 3 and program["times"]["least"] > 0
+    # Logits in f64 and what NumPy makes of them: at least one array more than it is given.
+    assert program["memory"]["peak"] > 0 and program["memory"]["kept"] is None
     assert "a copy of the logits" in timed.stdout
     # One that is wrong has no time, and neither has one that times nothing.
     for source, words in [
         (right.replace("e / total[..., None]", "2 * e / total[..., None]"), "wrong  "),
         (right.replace(', "seconds": seconds[1:]', ""), "times nothing"),
+        # Right where it is only judged, and nothing where it is timed.
+        (right.replace("save_file(outputs,", "save_file({n: 0 * x if request.get('calls') else x for n, x in outputs.items()},"), "wrong  "),
     ]:
         assert source != right
         worker.write_text(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +117,27 @@ def test_a_campaign_fails_a_kernel_that_holds_more_than_it_may() -> None:
     assert assay.check(hungry, memory=40, shapes=[WIDE], **OPTIONS).passed
 
 
+def test_a_workspace_that_is_kept_counts() -> None:
+    kept: list[Any] = []
+
+    def keeps(problem: assay.Problem) -> dict[str, Any]:
+        if not kept:
+            kept.append(np.ones(40 * SIZE, np.uint8))
+        return kernels.honest(problem)
+
+    found = assay.check(keeps, memory=40, shapes=[WIDE], **OPTIONS)
+    (cause,) = found.causes
+    assert cause.gate == "memory" and "40.0" in cause.summary and "is kept from the first call on" in cause.summary
+
+
+def test_where_nothing_is_measured_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "_gives_back", lambda meter: False)
+    with pytest.raises(
+        assay.AssayError, match="memory: got a limit, expected none here: the allocator of this process keeps"
+    ):
+        assay.check(kernels.honest, memory=40, shapes=[WIDE], **OPTIONS)
+
+
 def test_a_leak_is_a_cause() -> None:
     left: list[Any] = []
 
@@ -141,7 +161,7 @@ def test_the_passes_of_a_differentiated_function_are_told_apart() -> None:
     found = assay.check_logp(logp, framework="jax", memory=0.5, shapes=[wide], **OPTIONS)
     (cause,) = found.causes
     assert "a call holds" in cause.summary
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
 
     def in_torch(logits: Any, ids: Any) -> Any:
         return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -149,7 +169,6 @@ def test_the_passes_of_a_differentiated_function_are_told_apart() -> None:
     found = assay.check_logp(in_torch, memory=0.5, shapes=[wide], **OPTIONS)
     (cause,) = found.causes
     assert "the backward pass holds" in cause.summary
-    assert torch.is_tensor(torch.ones(1))
 
 
 def test_an_error_at_the_measured_problem_is_no_pass() -> None:
@@ -157,11 +176,11 @@ def test_an_error_at_the_measured_problem_is_no_pass() -> None:
 
     def refuses(problem: assay.Problem) -> dict[str, Any]:
         calls.append(1)
-        if len(calls) > asked:
+        # Memory is measured before the campaign.
+        if len(calls) == 1:
             raise RuntimeError("no room")
         return kernels.honest(problem)
 
-    asked = json.loads(assay.check(kernels.honest, shapes=[WIDE], **OPTIONS).to_json())["calls"]
     found = assay.check(refuses, memory=40, shapes=[WIDE], **OPTIONS)
     (cause,) = found.causes
     assert "raises an error where its memory is measured: RuntimeError: no room" in cause.summary
@@ -176,6 +195,8 @@ def test_an_error_at_the_measured_problem_is_no_pass() -> None:
             {"memory": 1.1, "shapes": ["2x3x7"]},
             r"memory: got shapes whose largest logits are 0\.0 MB, expected at least 4 MB",
         ),
+        ({"memory": True}, "memory: got True, expected a number"),
+        ({"memory": 1.1, "dtypes": ["f64"]}, "memory: got dtypes|f64"),
         ({"memory": 1.1, "isolate": True}, "memory: got a limit, expected none with `isolate`"),
     ],
 )

@@ -34,13 +34,25 @@ def test_only_ratios_that_grew_are_slower(tmp_path: Path) -> None:
     before = write(tmp_path / "before", 2.0, 1.0, 1.2)
     # A machine that is three times as fast, and a kernel that is as near to its copy as before.
     same = write(tmp_path / "same", 0.7, 0.35, 1.31)
-    assert record.compare(before, same) == ["2 ratios compared, 0 slower by more than 10 %"]
+    assert record.compare(before, same) == ["2 ratios compared, 0 slower by more than 10 %, 0 no longer timed"]
     slower = write(tmp_path / "slower", 2.3, 1.0, 1.33)
     assert record.compare(before, slower) == [
-        "2 ratios compared, 2 slower by more than 10 %",
+        "2 ratios compared, 2 slower by more than 10 %, 0 no longer timed",
         "native-f32: ratio_to_copy: 1.20 × before, 1.33 × now",
         "torch: mine: 2.00 × before, 2.30 × now",
     ]
+
+
+def test_what_is_no_longer_timed_is_told(tmp_path: Path) -> None:
+    before, after = write(tmp_path / "before", 2.0, 1.0, 1.2), write(tmp_path / "after", 2.0, 1.0, 1.2)
+    table = json.loads((after / "torch.json").read_text())
+    wrong = {"name": "mine", "outcome": "wrong", "why_untimed": "loss"}
+    (after / "torch.json").write_text(json.dumps(table | {"bound": None, "programs": [wrong]}))
+    assert record.compare(before, after) == [
+        "1 ratios compared, 0 slower by more than 10 %, 1 no longer timed",
+        "torch: mine: 2.00 × before, and not timed now",
+    ]
+    assert list(record.tables(after))[1:] == ["| native-f32: native | 2000.0 | 1.200 (copy) | – |"]
 
 
 def test_records_without_a_table_in_common_are_no_comparison(tmp_path: Path) -> None:

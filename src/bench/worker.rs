@@ -5,10 +5,11 @@ use super::{BenchError, BenchProgress, ProgressListener};
 use crate::campaign::Subject;
 use crate::implementation::RunError;
 use crate::judge::judge::JudgeError;
+use crate::judge::judgeable::Judgeable;
 use crate::judge::tolerance::{EXTERNAL, Grade, Limits};
 use crate::judge::trial::JudgedProblem;
 use crate::memory::expect_host_room;
-use crate::schema::programs::{BenchedProgram, BoundTimes, CallMemory, CallTimes, ProgramBench};
+use crate::schema::programs::{BenchedProgram, BoundTimes, CallMemory, CallTimes, ProgramBench, ProgramOutcome};
 use crate::spec::LossSpec;
 use crate::text::shown_lines;
 use crate::worker::{Worker, WorkerAnswer, WorkerLaunch, WorkerMemory};
@@ -47,12 +48,15 @@ impl WorkerTrial<'_> {
         let mut worker = Worker::start(launch)?;
         let device = worker.hello().about.clone().unwrap_or_else(|| "its own process".into());
 
+        // Its memory is that beyond what it holds before its first call: what it keeps from then on is a part of it.
+        let before = worker.memory();
         progress(BenchProgress::Doing("judging"));
         let mut program = BenchedProgram { name: name.clone(), ..untimed() };
         let judged = recipe.judged_part(1);
-        if let Some((why, is_wrong)) = judge(&mut worker, spec, judged.as_ref().unwrap_or(recipe), grade)? {
-            (program.why_untimed, program.is_wrong) = (Some(why), is_wrong);
-        }
+        let part = judged.as_ref().unwrap_or(recipe).unmasked_problem(spec)?;
+        let answer = worker.ask(spec, &part)?;
+        (program.outcome, program.why_untimed) = judge(answer, spec, &part, grade)?;
+        drop(part);
 
         let mut bound = None;
         let mut no_memory = None;
@@ -62,23 +66,25 @@ impl WorkerTrial<'_> {
             let mut time_bound = recipe.bound(&problem);
             let mut of_bound: Vec<f64> = (0..calls.max(1)).map(|_| time_bound().as_secs_f64()).collect();
             progress(BenchProgress::Doing("timing"));
-            let before = worker.memory();
             let (answer, mut seconds) = worker.time(spec, &problem, calls)?;
-            if let WorkerAnswer::Unsupported(why) = answer {
-                program.why_untimed = Some(why.to_string());
-            } else if seconds.is_empty() {
+            let after = worker.memory();
+            if judged.is_none() || matches!(answer, WorkerAnswer::Unsupported(_)) {
+                (program.outcome, program.why_untimed) = judge(answer, spec, &problem, grade)?;
+            }
+            if program.why_untimed.is_none() && seconds.is_empty() {
                 let why = "its answer has no `seconds`: it times nothing (docs/file-formats.md says how a worker does)";
-                program.why_untimed = Some(why.into());
-            } else {
+                (program.outcome, program.why_untimed) = (ProgramOutcome::Ignored, Some(why.into()));
+            }
+            if program.why_untimed.is_none() {
                 program.grade = Some(grade.to_string());
                 program.times = Some(spread(&mut seconds));
                 let inputs = recipe.input_bytes() as u64;
                 let held = |(before, after): (WorkerMemory, WorkerMemory)| {
                     // What it reads of its problem is no part of the call, as far as that is known.
                     let peak = after.peak.saturating_sub(before.held).saturating_sub(inputs);
-                    CallMemory { forward: None, backward: None, peak, kept: 0, leaked: 0 }
+                    CallMemory { forward: None, backward: None, peak, kept: None, leaked: None }
                 };
-                program.memory = before.zip(worker.memory()).map(held);
+                program.memory = before.zip(after).map(held);
                 if program.memory.is_none() {
                     no_memory = Some("this system does not tell the high-water mark of another process".into());
                 }
@@ -114,35 +120,34 @@ impl WorkerTrial<'_> {
     }
 }
 
-/// Returns why the worker is not timed, in one line, and whether that is a wrong answer to the problem of `recipe`.
-fn judge<W: Timed>(
-    worker: &mut Worker,
+/// Judges an answer: the outcome, and if it is not right, what is wrong in one line.
+fn judge<P: Judgeable>(
+    answer: WorkerAnswer<P::Gradient>,
     spec: &LossSpec,
-    recipe: &W,
+    problem: &P,
     grade: Grade,
-) -> Result<Option<(String, bool)>, BenchError> {
-    let problem = recipe.unmasked_problem(spec)?;
-    let candidate = match worker.ask(spec, &problem)? {
+) -> Result<(ProgramOutcome, Option<String>), BenchError> {
+    let candidate = match answer {
         WorkerAnswer::Candidate(candidate) => candidate,
-        WorkerAnswer::Unsupported(why) => return Ok(Some((why.to_string(), false))),
+        WorkerAnswer::Unsupported(why) => return Ok((ProgramOutcome::Ignored, Some(why.to_string()))),
     };
-    let known = JudgedProblem::new(spec, &problem).map_err(RunError::from)?;
+    let known = JudgedProblem::new(spec, problem).map_err(RunError::from)?;
     let limits = Limits::for_class(EXTERNAL).map_err(JudgeError::from)?.at(grade);
     let judged = known.judge(*candidate, &limits)?;
     let failures = known.failures(&judged, "kernel", "");
-    let in_a_line = |failure: &String| {
-        let told = |line: &&str| ["expected", "actual", "error"].iter().any(|word| line.trim_start().starts_with(word));
-        let lines = failure.trim().lines();
-        let first = lines.clone().take(1).map(|line| line.trim_start_matches("FAIL kernel: "));
-        let parts: Vec<String> =
-            first.chain(lines.filter(told)).map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-        (shown_lines(&parts.join("; ")).to_string(), true)
-    };
-    Ok(failures.first().map(in_a_line))
+    let Some(failure) = failures.first() else { return Ok((ProgramOutcome::Timed, None)) };
+    // The place, the expected and the actual value, and the error.
+    let told = |line: &&str| ["expected", "actual", "error"].iter().any(|word| line.trim_start().starts_with(word));
+    let lines = failure.trim().lines();
+    let first = lines.clone().take(1).map(|line| line.trim_start_matches("FAIL kernel: "));
+    let parts: Vec<String> =
+        first.chain(lines.filter(told)).map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    Ok((ProgramOutcome::Wrong, Some(shown_lines(&parts.join("; ")).to_string())))
 }
 
 fn untimed() -> BenchedProgram {
-    BenchedProgram { name: String::new(), why_untimed: None, is_wrong: false, grade: None, times: None, memory: None }
+    let (name, outcome) = (String::new(), ProgramOutcome::Timed);
+    BenchedProgram { name, outcome, why_untimed: None, grade: None, times: None, memory: None }
 }
 
 fn logits_bytes<W: Timed>(recipe: &W) -> u64 {

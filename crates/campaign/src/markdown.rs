@@ -6,7 +6,7 @@ use assay_schema::campaign::{CampaignReport, FailureCause};
 
 use crate::memory::memory;
 use crate::text::{PICTURE_WIDTH, covered, invariance, problems, score, total};
-use assay_core::text::drives_terminal;
+use assay_core::text::markdown_escaped;
 
 /// Formats the whole report: the verdict as a heading, then each cause with its values, and the place of its errors folded.
 ///
@@ -23,7 +23,7 @@ use assay_core::text::drives_terminal;
 /// assert!(markdown(&report).starts_with("### PASS"));
 /// ```
 pub fn markdown(campaign: &CampaignReport) -> String {
-    let mut text = format!("### {}\n", escaped(&total(campaign)));
+    let mut text = format!("### {}\n", markdown_escaped(&total(campaign)));
     for cause in &campaign.causes {
         write_cause(&mut text, "", cause);
     }
@@ -31,40 +31,52 @@ pub fn markdown(campaign: &CampaignReport) -> String {
         write_cause(&mut text, "Allowed or noted: ", cause);
     }
     for skipped in &campaign.skipped {
-        let _ = writeln!(text, "\nSkipped: {}: {}", problems(skipped.cases), escaped(&skipped.why));
+        let _ = writeln!(text, "\nSkipped: {}: {}", problems(skipped.cases), markdown_escaped(&skipped.why));
     }
     if let Some(why) = &campaign.stopped {
-        let _ = writeln!(text, "\nStopped after {} of {} problems: {}", campaign.tried, campaign.cases, escaped(why));
+        let _ = writeln!(
+            text,
+            "\nStopped after {} of {} problems: {}",
+            campaign.tried,
+            campaign.cases,
+            markdown_escaped(why)
+        );
     }
-    let _ = writeln!(text, "\nCovered: {}.", escaped(&covered(campaign)));
+    let _ = writeln!(text, "\nCovered: {}.", markdown_escaped(&covered(campaign)));
     if !campaign.invariance.is_empty() {
-        let _ = writeln!(text, "\nInvariance: {}.", escaped(&invariance(&campaign.invariance)));
+        let _ = writeln!(text, "\nInvariance: {}.", markdown_escaped(&invariance(&campaign.invariance)));
     }
     if !campaign.memory.is_empty() {
-        let _ = writeln!(text, "\nMemory: {}.", escaped(&memory(&campaign.memory)));
+        let _ = writeln!(text, "\nMemory: {}.", markdown_escaped(&memory(&campaign.memory)));
     }
     if let Some(power) = &campaign.power {
-        let _ = writeln!(text, "\nMutants: {}.", escaped(&score(power)));
+        let _ = writeln!(text, "\nMutants: {}.", markdown_escaped(&score(power)));
     }
     text
 }
 
 fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
     let FailureCause { gate, cases, sentence, in_common, picture, repro, values, .. } = cause;
-    let _ = writeln!(text, "\n**{word}{}**\n\n{}, in {}.", escaped(sentence), escaped(gate), problems(*cases));
+    let _ = writeln!(
+        text,
+        "\n**{word}{}**\n\n{}, in {}.",
+        markdown_escaped(sentence),
+        markdown_escaped(gate),
+        problems(*cases)
+    );
     if let Some(property) = in_common {
-        let _ = writeln!(text, "In common: {}.", escaped(property));
+        let _ = writeln!(text, "In common: {}.", markdown_escaped(property));
     }
     let rows = cause.value_rows();
     if !rows.is_empty() {
         text.push_str("\n| | problem | place | expected | got | error / limit |\n|---|---|---|--:|--:|--:|\n");
         for row in rows {
-            let _ = writeln!(text, "| {} |", row.map(|cell| escaped(&cell)).join(" | "));
+            let _ = writeln!(text, "| {} |", row.map(|cell| markdown_escaped(&cell)).join(" | "));
         }
     }
     if let Some(picture) = picture {
         let caption = format!("{}; {}", picture.caption(), picture.beyond_in_words());
-        let _ = writeln!(text, "\n<details><summary>Where</summary>\n\n{}\n\n```text", escaped(&caption));
+        let _ = writeln!(text, "\n<details><summary>Where</summary>\n\n{}\n\n```text", markdown_escaped(&caption));
         for line in picture.lines(PICTURE_WIDTH) {
             let _ = writeln!(text, "{line}");
         }
@@ -72,24 +84,7 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
     }
     for (name, value) in [("Problem", repro), ("Its values", values)] {
         if let Some(value) = value {
-            let _ = writeln!(text, "\n{name}: {}", escaped(value));
+            let _ = writeln!(text, "\n{name}: {}", markdown_escaped(value));
         }
     }
-}
-
-/// Escapes what Markdown would take for its own: the text is a stranger's.
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.trim_end().chars() {
-        match c {
-            '\n' | '\r' => escaped.push(' '),
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '\\' | '`' | '*' | '_' | '[' | ']' | '|' | '#' | '~' | '!' => escaped.extend(['\\', c]),
-            c if drives_terminal(c) => {}
-            c => escaped.push(c),
-        }
-    }
-    escaped
 }

@@ -25,9 +25,9 @@ pub(crate) const LEAK: &str = "leak";
 /// let deck = Deck { cases: 2, wide: 0, ..Deck::default() };
 /// let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
 /// let mut report = campaign.run(&mut LocalKernel::<Problem>(&Native::default()), &mut |_| ()).unwrap();
-/// let call = CallMemory { forward: Some(100), backward: Some(300), peak: 300, kept: 0, leaked: 0 };
+/// let call = CallMemory { forward: Some(100), backward: Some(300), peak: 300, kept: None, leaked: None };
 /// let problem = "1x1x25 f32".to_string();
-/// let found = MemoryFinding { problem, logits_bytes: 100, limit: 1.1, call: Some(call), raised: None, not_measured: None };
+/// let found = MemoryFinding { problem, logits_bytes: 100, limit: 1.1, call: Some(call), raised: None };
 /// add_memory(&mut report, vec![found], &[]);
 /// assert!(report.causes[0].sentence.contains("the backward pass holds 3.00 × the logits"));
 /// ```
@@ -35,8 +35,9 @@ pub fn add_memory(report: &mut CampaignReport, found: Vec<MemoryFinding>, allow:
     for (gate, sentence) in [(MEMORY, beyond as fn(&MemoryFinding) -> Option<String>), (LEAK, left_behind)] {
         let failed: Vec<(&MemoryFinding, String)> =
             found.iter().filter_map(|one| Some((one, sentence(one)?))).collect();
-        // The dtypes fail alike: the one that is farthest beyond its limit speaks for all.
-        let worst = failed.iter().max_by(|(a, _), (b, _)| in_logits(a).total_cmp(&in_logits(b)));
+        // The dtypes fail alike: the one that takes, or leaves, most in units of its logits speaks for all.
+        let size = |found: &MemoryFinding| if gate == LEAK { leaked_in_logits(found) } else { in_logits(found) };
+        let worst = failed.iter().max_by(|(a, _), (b, _)| size(a).total_cmp(&size(b)));
         let Some((worst, sentence)) = worst else { continue };
         let cause = FailureCause {
             gate: gate.into(),
@@ -70,7 +71,12 @@ pub fn add_memory(report: &mut CampaignReport, found: Vec<MemoryFinding>, allow:
 /// Returns the peak of a call with what is kept between calls, in units of the logits.
 fn in_logits(found: &MemoryFinding) -> f64 {
     let call = found.call.as_ref();
-    call.map_or(f64::INFINITY, |call| (call.peak + call.kept) as f64 / found.logits_bytes as f64)
+    call.map_or(f64::INFINITY, |call| (call.peak + call.kept.unwrap_or(0)) as f64 / found.logits_bytes as f64)
+}
+
+fn leaked_in_logits(found: &MemoryFinding) -> f64 {
+    let leaked = found.call.as_ref().and_then(|call| call.leaked);
+    leaked.map_or(0.0, |leaked| leaked as f64 / found.logits_bytes as f64)
 }
 
 /// Says where a call takes more than it may.
@@ -90,29 +96,31 @@ fn beyond(found: &MemoryFinding) -> Option<String> {
         _ => "a call",
     };
     let of_logits = |n: u64| n as f64 / found.logits_bytes as f64;
-    // An array that is a little smaller than the logits counts as one: a pass may leave out a column.
+    // An array that is a little smaller than the logits counts as one: a pass may leave out a vocabulary entry.
     let arrays = match of_logits(*peak) + 0.05 {
         less if less < 1.0 => "no array of their size".to_string(),
         one if one < 2.0 => "an array of their size".into(),
         count => format!("{} arrays of their size at once", count.floor()),
     };
-    let mut sentence = format!(
-        "{pass} holds {:.2} × the logits beside its inputs, and {} is allowed: {arrays}",
-        of_logits(*peak),
-        six(found.limit)
-    );
-    if *kept > 0 {
-        sentence += &format!("; {:.2} × more is kept from the first call on", of_logits(*kept));
-    }
-    Some(sentence)
+    let limit = six(found.limit);
+    let held = of_logits(*peak);
+    Some(match kept.filter(|kept| *kept > 0) {
+        None => format!("{pass} holds {held:.2} × the logits beside its inputs, and {limit} is allowed: {arrays}"),
+        Some(kept) => {
+            let (kept, all) = (of_logits(kept), held + of_logits(kept));
+            format!(
+                "a call needs {all:.2} × the logits beside its inputs, and {limit} is allowed: {kept:.2} is kept from the first call on, and \
+                 {pass} holds {held:.2}"
+            )
+        }
+    })
 }
 
 /// Says what each call leaves behind.
 fn left_behind(found: &MemoryFinding) -> Option<String> {
-    let leaked = found.call.as_ref()?.leaked;
-    let of_logits = leaked as f64 / found.logits_bytes as f64;
-    let leaks = leaked > 0;
-    leaks.then(|| format!("each call leaves {of_logits:.2} × the logits behind, {:.1} MB", leaked as f64 / 1e6))
+    let leaked = found.call.as_ref()?.leaked.filter(|leaked| *leaked > 0)?;
+    let of_logits = leaked_in_logits(found);
+    Some(format!("each call leaves {of_logits:.2} × the logits behind, {:.1} MB", leaked as f64 / 1e6))
 }
 
 /// `forward 1.00, backward 3.00 × the logits of 1x256x151936 f32; at most 1.1 is allowed`
@@ -120,7 +128,7 @@ pub(crate) fn memory(found: &[MemoryFinding]) -> String {
     let one = |found: &MemoryFinding| {
         let of_logits = |n: u64| format!("{:.2}", n as f64 / found.logits_bytes as f64);
         let Some(CallMemory { forward, backward, peak, kept, .. }) = &found.call else {
-            let why = found.raised.as_ref().or(found.not_measured.as_ref()).map_or("it was not asked", String::as_str);
+            let why = found.raised.as_deref().unwrap_or("it was not asked");
             return format!("not measured of {}: {why}", found.problem);
         };
         let passes = match (forward, backward) {
@@ -129,7 +137,7 @@ pub(crate) fn memory(found: &[MemoryFinding]) -> String {
             }
             _ => format!("a call {}", of_logits(*peak)),
         };
-        let kept = if *kept > 0 { format!(", kept {}", of_logits(*kept)) } else { String::new() };
+        let kept = kept.filter(|kept| *kept > 0).map_or(String::new(), |kept| format!(", kept {}", of_logits(kept)));
         format!("{passes}{kept} × the logits of {}", found.problem)
     };
     let limit = found.first().map_or(String::new(), |found| format!("; at most {} is allowed", six(found.limit)));
@@ -140,9 +148,14 @@ pub(crate) fn memory(found: &[MemoryFinding]) -> String {
 pub(crate) fn apart_from_memory(report: &CampaignReport) -> (usize, String) {
     let (of_memory, others): (Vec<_>, Vec<_>) =
         report.causes.iter().partition(|cause| [MEMORY, LEAK].contains(&cause.gate.as_str()));
+    let raised = report.memory.iter().any(|found| found.raised.is_some());
     let words = of_memory.iter().map(|cause| {
-        let asked = problems(report.memory.len() as u64);
-        if cause.gate == LEAK { format!(", a leak in {asked}") } else { format!(", too much memory in {asked}") }
+        let failed = problems(cause.cases);
+        match cause.gate.as_str() {
+            LEAK => format!(", a leak in {failed}"),
+            _ if raised => format!(", memory not measured in {failed}"),
+            _ => format!(", too much memory in {failed}"),
+        }
     });
     (others.len(), words.collect())
 }

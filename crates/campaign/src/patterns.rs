@@ -122,7 +122,7 @@ impl ProblemPatterns {
             Diagnosis::StoredWider(Output::Logp, dtype) => {
                 self.softmax_failed && self.dtype == *dtype && vocab >= TELLS_SOFTMAX
             }
-            Diagnosis::NaiveSum(_) => self.softmax_failed && vocab >= 1 << 10,
+            Diagnosis::NaiveSum(_) => (self.softmax_failed || self.gradient_failed) && vocab >= 1 << 10,
             Diagnosis::EntropyDifference { .. } | Diagnosis::NarrowSum(_) => self.softmax_failed,
             Diagnosis::SumOfColumns { .. } => self.softmax_failed && self.counting >= 2 && vocab >= 4,
             Diagnosis::OtherRows(rows) => {

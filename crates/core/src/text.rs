@@ -260,3 +260,25 @@ fn edits(a: &str, b: &str) -> usize {
     }
     rows[a.len()][b.len()]
 }
+
+/// Escapes what Markdown would take for its own: the text is a stranger's.
+///
+/// ```
+/// # use assay_core::text::markdown_escaped;
+/// assert_eq!(markdown_escaped("a|<b>\n`c`\u{1b}"), "a\\|&lt;b&gt; \\`c\\`");
+/// ```
+pub fn markdown_escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.trim_end().chars() {
+        match c {
+            '\n' | '\r' => escaped.push(' '),
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '\\' | '`' | '*' | '_' | '[' | ']' | '|' | '#' | '~' | '!' => escaped.extend(['\\', c]),
+            c if drives_terminal(c) => {}
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}

@@ -65,10 +65,10 @@ fn memory(found: &[MemoryFinding]) -> Markup {
                     td.number { (of(call.and_then(|call| call.forward))) }
                     td.number { (of(call.and_then(|call| call.backward))) }
                     td.number { (of(call.map(|call| call.peak))) }
-                    td.number { (of(call.map(|call| call.kept))) }
+                    td.number { (of(call.and_then(|call| call.kept))) }
                     td.number { (short(one.limit)) }
                 }
-                @if let Some(why) = one.raised.as_ref().or(one.not_measured.as_ref()) {
+                @if let Some(why) = &one.raised {
                     tr { td colspan="6" { (clipped(why)) } }
                 }
             } }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
+use assay_core::text::markdown_escaped;
 use assay_schema::programs::{BenchedProgram, BenchedSize, BoundTimes, CallMemory, ProgramBench};
 use maud::{Markup, html};
 
@@ -13,23 +14,26 @@ use super::plot::{Axis, Bar, Curve, Tone, bars, curves, key};
 /// The tones of the curves of a plot, in the order of the programs.
 const TONES: [Tone; 4] = [Tone::First, Tone::Second, Tone::Third, Tone::Faint];
 
-/// A row of the table: the program, its times, its part of the bound, and its memory in units of the logits.
-type Row = [String; 7];
+/// A line of the table: the program, its times, how many times as long as the bound it takes, and its memory in units of the logits.
+type ProgramLine = [String; 8];
 
-const HEAD: [&str; 7] = ["program", "median", "90 %", "of the bound", "forward", "backward", "kept"];
+const HEAD: [&str; 8] = ["program", "median", "90 %", "of the bound", "forward", "backward", "peak", "kept"];
+
+/// Programs of which a page draws curves: there are no more tones.
+const DRAWN: usize = TONES.len();
 
 /// Writes the bench as text for a terminal.
 ///
 /// ```
 /// # let json = r#"{"kernel": "mine", "loss": "trl", "shape": [1, 2, 8], "dtype": "f32", "device": "cpu", "versions": [], "threads": 2,
 /// #   "logits_bytes": 64, "bound": {"name": "a copy of the logits", "times": {"calls": 3, "median": 1e-3, "least": 1e-3, "p90": 1e-3}},
-/// #   "programs": [{"name": "mine", "times": {"calls": 3, "median": 2e-3, "least": 2e-3, "p90": 2e-3}}]}"#;
+/// #   "programs": [{"name": "mine", "outcome": "timed", "times": {"calls": 3, "median": 2e-3, "least": 2e-3, "p90": 2e-3}}]}"#;
 /// let bench: assay_schema::programs::ProgramBench = serde_json::from_str(json).unwrap();
 /// assert!(assay_report::programs_text(&bench).contains("2.00 ms"));
 /// ```
 pub fn programs_text(bench: &ProgramBench) -> String {
     let mut text = format!("{}\n\n", bench.summary());
-    let rows: Vec<Row> = std::iter::once(HEAD.map(String::from)).chain(table(bench)).collect();
+    let rows: Vec<ProgramLine> = std::iter::once(HEAD.map(String::from)).chain(table(bench)).collect();
     let width = |i: usize| rows.iter().map(|row| row[i].chars().count()).max().unwrap_or(0);
     for row in &rows {
         let mut line = format!("{:<1$}", row[0], width(0));
@@ -49,43 +53,48 @@ pub fn programs_text(bench: &ProgramBench) -> String {
 /// ```
 /// # let json = r#"{"kernel": "mine", "loss": "trl", "shape": [1, 2, 8], "dtype": "f32", "device": "cpu", "versions": [], "threads": 2,
 /// #   "logits_bytes": 64, "bound": {"name": "a copy of the logits", "times": {"calls": 3, "median": 1e-3, "least": 1e-3, "p90": 1e-3}},
-/// #   "programs": [{"name": "mine", "times": {"calls": 3, "median": 2e-3, "least": 2e-3, "p90": 2e-3}}]}"#;
+/// #   "programs": [{"name": "mine", "outcome": "timed", "times": {"calls": 3, "median": 2e-3, "least": 2e-3, "p90": 2e-3}}]}"#;
 /// let bench: assay_schema::programs::ProgramBench = serde_json::from_str(json).unwrap();
 /// assert!(assay_report::programs_markdown(&bench).contains("| mine | 2.00 ms |"));
 /// ```
 pub fn programs_markdown(bench: &ProgramBench) -> String {
-    let cell = |text: &String| text.replace('|', "\\|").replace('\n', " ");
-    let line = |row: &Row| format!("| {} |\n", row.each_ref().map(cell).join(" | "));
-    let mut text = format!("{}\n\n{}|---|---|---|---|---|---|---|\n", bench.summary(), line(&HEAD.map(String::from)));
+    let line = |row: &ProgramLine| format!("| {} |\n", row.each_ref().map(|cell| markdown_escaped(cell)).join(" | "));
+    let heading = line(&HEAD.map(String::from));
+    let mut text = format!("{}\n\n{heading}|---|--:|--:|--:|--:|--:|--:|--:|\n", markdown_escaped(&bench.summary()));
     for row in table(bench) {
         text += &line(&row);
     }
     for note in notes(bench) {
-        let _ = write!(text, "\n- {}", note.replace('|', "\\|"));
+        let _ = write!(text, "\n- {}", markdown_escaped(&note));
     }
     text + "\n"
 }
 
 /// The rows of the table: the programs that were timed, and the bound.
-fn table(bench: &ProgramBench) -> Vec<Row> {
+fn table(bench: &ProgramBench) -> Vec<ProgramLine> {
     let time = |seconds: f64| milliseconds(seconds * 1e3);
     let dash = || "–".to_string();
-    let of_logits = |n: u64| format!("{:.2}", n as f64 / bench.logits_bytes as f64);
+    let of_logits = |n: u64| bench.in_logits(n).map_or_else(dash, |x| format!("{x:.2}"));
     let program = |BenchedProgram { name, times, memory, .. }: &BenchedProgram| {
         let times = times.as_ref()?;
-        let [forward, backward] = match memory {
-            None => [None, None],
-            // One program of both passes has one peak, which stands in the column of the later pass.
-            Some(CallMemory { forward, backward, peak, .. }) => [*forward, Some(backward.unwrap_or(*peak))],
-        };
-        let kept = memory.as_ref().map(|memory| memory.kept);
-        let [forward, backward, kept] = [forward, backward, kept].map(|n| n.map_or_else(dash, of_logits));
+        let of_memory = |of: fn(&CallMemory) -> Option<u64>| memory.as_ref().and_then(of).map_or_else(dash, of_logits);
         let share = share_of_bound(bench, times.median).unwrap_or_else(dash);
-        Some([name.clone(), time(times.median), time(times.p90), share, forward, backward, kept])
+        Some([
+            clipped(name),
+            time(times.median),
+            time(times.p90),
+            share,
+            of_memory(|memory| memory.forward),
+            of_memory(|memory| memory.backward),
+            of_memory(|memory| Some(memory.peak)),
+            of_memory(|memory| memory.kept),
+        ])
     };
-    let mut rows: Vec<Row> = bench.programs.iter().filter_map(program).collect();
+    let mut rows: Vec<ProgramLine> = bench.programs.iter().filter_map(program).collect();
     if let Some(BoundTimes { name, times, .. }) = &bench.bound {
-        rows.push([name.clone(), time(times.median), time(times.p90), "1 ×".into(), dash(), dash(), dash()]);
+        let nothing = [dash(), dash(), dash(), dash()];
+        let [forward, backward, peak, kept] = nothing;
+        rows.push([clipped(name), time(times.median), time(times.p90), "1 ×".into(), forward, backward, peak, kept]);
     }
     rows
 }
@@ -97,16 +106,15 @@ fn share_of_bound(bench: &ProgramBench, median: f64) -> Option<String> {
 
 /// The sentences below the table.
 fn notes(bench: &ProgramBench) -> Vec<String> {
-    let of_logits = |n: u64| short(n as f64 / bench.logits_bytes as f64);
     let mut notes = Vec::new();
-    for BenchedProgram { name, why_untimed, is_wrong, memory, .. } in &bench.programs {
+    for BenchedProgram { name, outcome, why_untimed, memory, .. } in &bench.programs {
         if let Some(why) = why_untimed {
-            let word = if *is_wrong { "wrong" } else { "ignored" };
-            notes.push(format!("{word}  {}: {}", clipped(name), clipped(why)));
+            notes.push(format!("{}  {}: {}", outcome.word(), clipped(name), clipped(why)));
         }
-        if let Some(CallMemory { leaked, .. }) = memory.as_ref().filter(|memory| memory.leaked > 0) {
-            let (each, of) = (bytes(*leaked as f64), of_logits(*leaked));
-            notes.push(format!("leak  {}: each call leaves {each} behind, {of} × the logits", clipped(name)));
+        if let Some(leaked) = memory.as_ref().and_then(|memory| memory.leaked).filter(|leaked| *leaked > 0) {
+            let of_logits = bench.in_logits(leaked).map_or("–".into(), short);
+            let each = bytes(leaked as f64);
+            notes.push(format!("leak  {}: each call leaves {each} behind, {of_logits} × the logits", clipped(name)));
         }
     }
     let of_bound = |of: fn(&BoundTimes) -> Option<f64>| bench.bound.as_ref().and_then(of);
@@ -119,13 +127,15 @@ fn notes(bench: &ProgramBench) -> Vec<String> {
     if !rates.is_empty() {
         notes.push(rates.join("; "));
     }
-    notes.push(match &bench.no_memory {
-        None => format!(
-            "memory: the peak beyond the inputs, and what the first call kept, over the logits' {}",
-            bytes(bench.logits_bytes as f64)
-        ),
-        Some(why) => format!("ignored  memory: {}", clipped(why)),
-    });
+    if bench.programs.iter().any(|program| program.memory.is_some()) {
+        let unit = bytes(bench.logits_bytes as f64);
+        notes.push(format!(
+            "memory: beyond the inputs, over the logits' {unit}; kept is what the first call left behind"
+        ));
+    }
+    if let Some(why) = &bench.no_memory {
+        notes.push(format!("ignored  memory: {}", clipped(why)));
+    }
     for growth in &bench.growths {
         let exponent = short(growth.exponent);
         notes.push(format!(
@@ -143,7 +153,7 @@ fn sweep(bench: &ProgramBench, name: &str) -> Markup {
     let sizes = |point: &BenchedSize| {
         if name == "tokens" { [point.tokens, point.vocabulary] } else { [point.vocabulary, point.tokens] }
     };
-    let tokens: usize = bench.shape.iter().take(2).product();
+    let tokens = bench.shape.iter().take(2).fold(1, |all: usize, extent| all.saturating_mul(*extent));
     let vocabulary = bench.shape.last().copied().unwrap_or(0);
     let others = if name == "tokens" { vocabulary } else { tokens };
     let at = |program: &str| -> Vec<(f64, f64)> {
@@ -155,8 +165,13 @@ fn sweep(bench: &ProgramBench, name: &str) -> Markup {
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         points
     };
-    let programs: Vec<&str> =
-        bench.programs.iter().map(|program| program.name.as_str()).filter(|name| at(name).len() > 1).collect();
+    let programs: Vec<&str> = bench
+        .programs
+        .iter()
+        .take(DRAWN)
+        .map(|program| program.name.as_str())
+        .filter(|name| at(name).len() > 1)
+        .collect();
     if programs.is_empty() {
         return html! {};
     }
@@ -200,7 +215,8 @@ impl ReportPart for ProgramBench {
         times.extend(bound.map(of_bound));
         let held = |program: &BenchedProgram| {
             let n = program.memory.as_ref()?.peak as f64;
-            let note = format!("{}: {} × the logits", bytes(n), short(n / self.logits_bytes as f64));
+            let of_logits = self.in_logits(program.memory.as_ref()?.peak).map_or("–".into(), short);
+            let note = format!("{}: {of_logits} × the logits", bytes(n));
             Some(Bar::single(program.name.as_str(), n, Tone::First, note))
         };
         let held: Vec<Bar> = self.programs.iter().filter_map(held).collect();

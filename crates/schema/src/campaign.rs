@@ -77,9 +77,6 @@ pub struct MemoryFinding {
     /// The error that the kernel raised in place of it.
     #[serde(default)]
     pub raised: Option<String>,
-    /// The reason why this system measures no memory.
-    #[serde(default)]
-    pub not_measured: Option<String>,
 }
 
 /// Failures that are explained alike.

@@ -26,12 +26,12 @@ pub struct ProgramBench {
     pub clock_mhz: Option<f64>,
     /// The size of the logits, `B·T·V` of the dtype, in which memory is told.
     pub logits_bytes: u64,
-    /// The program that moves, or multiplies, as little as any can; `None` if nothing was timed.
+    /// The times of the bound, a copy of the logits or the products of a head; `None` if nothing was timed.
     #[serde(default)]
     pub bound: Option<BoundTimes>,
     /// The kernel, and the programs that it took turns with.
     pub programs: Vec<BenchedProgram>,
-    /// The same at other sizes; empty if none were asked for.
+    /// The programs at other sizes; empty if none were asked for.
     #[serde(default)]
     pub sizes: Vec<BenchedSize>,
     /// The growth of time with a size.
@@ -42,7 +42,14 @@ pub struct ProgramBench {
     pub no_memory: Option<String>,
 }
 
-/// The bound that times are a share of.
+impl ProgramBench {
+    /// Returns bytes in units of the logits' size; `None` if that is 0.
+    pub fn in_logits(&self, bytes: u64) -> Option<f64> {
+        (self.logits_bytes > 0).then(|| bytes as f64 / self.logits_bytes as f64)
+    }
+}
+
+/// The bound that times are compared with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BoundTimes {
     /// The name of the bound: `a copy of the logits`, or `the three products of the head`.
@@ -75,12 +82,11 @@ pub struct CallTimes {
 pub struct BenchedProgram {
     /// The name of the program.
     pub name: String,
+    /// The outcome of asking it.
+    pub outcome: ProgramOutcome,
     /// The reason why it has no time: what is wrong with its answer, or why it did not run. `None` if it was timed.
     #[serde(default)]
     pub why_untimed: Option<String>,
-    /// Whether that reason is a wrong answer.
-    #[serde(default)]
-    pub is_wrong: bool,
     /// The grade that its answer reaches.
     #[serde(default)]
     pub grade: Option<String>,
@@ -90,6 +96,32 @@ pub struct BenchedProgram {
     /// The memory of one call.
     #[serde(default)]
     pub memory: Option<CallMemory>,
+}
+
+/// The outcome of asking one program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ProgramOutcome {
+    /// Its answers were right, and it was timed.
+    Timed,
+    /// An answer was wrong.
+    Wrong,
+    /// It raised an error.
+    Failed,
+    /// It is not installed, has no such loss, is too slow, or needs more memory than there is.
+    Ignored,
+}
+
+impl ProgramOutcome {
+    /// Returns the word for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Timed => "timed",
+            Self::Wrong => "wrong",
+            Self::Failed => "failed",
+            Self::Ignored => "ignored",
+        }
+    }
 }
 
 /// The memory that one call takes, in bytes.
@@ -103,10 +135,10 @@ pub struct CallMemory {
     pub backward: Option<u64>,
     /// The peak of the call.
     pub peak: u64,
-    /// The bytes that the first call left behind and later calls use again.
-    pub kept: u64,
-    /// The bytes that each further call left behind.
-    pub leaked: u64,
+    /// The bytes that the first call left behind and later calls use again; `None` if nobody looked.
+    pub kept: Option<u64>,
+    /// The bytes that each further call left behind; `None` if nobody looked.
+    pub leaked: Option<u64>,
 }
 
 /// One program at one size.

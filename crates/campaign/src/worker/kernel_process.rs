@@ -335,6 +335,7 @@ impl Worker {
             }
         };
         let deadline = in_time(self.launch.answer);
+        let asked_at = Instant::now();
         process.send(request);
         let reply: Result<Reply, WorkerError> = hear(process, &self.launch, AwaitedMessage::WorkerAnswer, deadline);
         // An answer with another id belongs to an earlier question: the stream is out of step and cannot be trusted.
@@ -342,14 +343,10 @@ impl Worker {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
-        let reply = reply.and_then(|reply| {
-            match reply.seconds.iter().find(|seconds| !(seconds.is_finite() && **seconds > 0.0)) {
-                None => Ok(reply),
-                Some(odd) => {
-                    let expected = "numbers of seconds above 0".to_string();
-                    Err(broken(process, &command, "seconds", odd.to_string(), expected))
-                }
-            }
+        let waited = asked_at.elapsed().as_secs_f64();
+        let reply = reply.and_then(|reply| match impossible_times(&reply.seconds, calls, waited) {
+            None => Ok(reply),
+            Some(expected) => Err(broken(process, &command, "seconds", format!("{:?}", reply.seconds), expected)),
         });
         let Reply { unsupported, error, output, mutated, seconds, .. } = reply.inspect_err(|_| {
             self.process = None;
@@ -389,6 +386,22 @@ impl Worker {
         let missing = self.hello.outputs.iter().find(|name| !there(name));
         missing.map_or(Ok(()), |name| Err(FixtureError::invalid(path, name, "nothing", "what the worker promised")))
     }
+}
+
+/// Returns what was expected of a worker's times, if they cannot be those of its calls: of another number than it was asked for, not above 0,
+/// or longer together than the answer was waited for. A worker that times nothing gives none.
+fn impossible_times(seconds: &[f64], calls: Option<usize>, waited: f64) -> Option<String> {
+    if seconds.is_empty() {
+        return None;
+    }
+    if calls.is_some_and(|calls| calls != seconds.len()) {
+        return Some(format!("{} times", calls.unwrap_or_default()));
+    }
+    if seconds.iter().any(|seconds| !(seconds.is_finite() && *seconds > 0.0)) {
+        return Some("numbers of seconds above 0".into());
+    }
+    let all: f64 = seconds.iter().sum();
+    (calls.is_some() && all > waited).then(|| format!("at most {waited:.3} together, the seconds that the answer took"))
 }
 
 /// The message that the campaign waits for.

@@ -25,7 +25,10 @@ impl WorkerMemory {
             let Some(status) = is_one.then(|| status_in_group(&folder, group)).flatten() else { continue };
             all.held += kibibytes(&status, "VmRSS:")? << 10;
             all.peak += kibibytes(&status, "VmHWM:")? << 10;
-            fs::write(folder.join("clear_refs"), "5").ok()?;
+            // One that has ended meanwhile has no mark to be set back.
+            if fs::write(folder.join("clear_refs"), "5").is_err() && folder.exists() {
+                return None;
+            }
         }
         (all.held > 0).then_some(all)
     }

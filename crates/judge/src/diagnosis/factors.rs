@@ -1,6 +1,8 @@
 //! Diagnoses of a gradient that is the exact one up to factors or to a second rounding, from the pattern of its errors.
 
+use super::tokens::{LONG_SUM, one_by_one_error};
 use super::{Diagnosis, TokenFactor, stored_wider};
+use crate::U;
 use crate::gate::Output;
 use crate::metric::half_ulp;
 use assay_core::problem::{Dtype, FloatView};
@@ -183,6 +185,37 @@ pub(super) fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, 
     }
     all.extend(stored_wider(Output::Dlogits, dlogits));
     all
+}
+
+/// Diagnoses a sum of exponentials that is added up one by one, where log-probabilities are right: all probabilities of a row are too large
+/// by what is lost of their sum.
+pub(super) fn diagnose_sum_of_gradient(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Diagnosis> {
+    let (shape, dtype) = (reference.shape(), dlogits.dtype());
+    if shape.vocab < LONG_SUM {
+        return None;
+    }
+    let mut is_told = false;
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        if !reference.has_gradient(token) {
+            continue;
+        }
+        // The target's dlogit has 1 − p instead of p.
+        let mut others = Pairs::default();
+        for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
+            if v != token.id && y.is_finite() && x.abs() >= f64::from(f32::MIN_POSITIVE) {
+                others.add(x, y, dtype);
+            }
+        }
+        let (factor, _) = others.factor()?;
+        let predicted = 1.0 / (1.0 + one_by_one_error(reference, (b, t), token));
+        let made = (predicted - 1.0).abs();
+        if (factor - predicted).abs() > made / 4.0 + 4.0 * U {
+            return None;
+        }
+        is_told |= made > 16.0 * U;
+    }
+    is_told.then_some(Diagnosis::NaiveSum(shape.vocab))
 }
 
 /// Whether a factor of dlogits leaves little of the errors: of nine in ten targets and of nine in ten other values that it is seen on, in

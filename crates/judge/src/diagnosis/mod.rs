@@ -38,7 +38,7 @@ use std::fmt;
 
 use ndarray::{Dimension, Ix2, Ix3};
 
-use self::factors::{diagnose_dlogits, token_factors};
+use self::factors::{diagnose_dlogits, diagnose_sum_of_gradient, token_factors};
 use self::places::diagnose_places;
 use super::gate::{Edge, Output};
 use super::judge::Verdict;
@@ -329,6 +329,9 @@ pub(super) fn diagnose_logits(
         if !verdicts.iter().any(|verdict| verdict.gate.output == Output::Dlogits && is_nonfinite(verdict)) {
             let loss = candidate.loss.as_ref().map(FloatArray::value);
             all.extend(diagnose_dlogits(reference, &candidate.gradient, loss));
+            if all.is_empty() {
+                all.extend(diagnose_sum_of_gradient(reference, &candidate.gradient));
+            }
             if all.is_empty() {
                 all.extend(diagnose_factors(reference, Output::Dlogits, dtype, row));
             }

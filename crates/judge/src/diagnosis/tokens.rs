@@ -169,7 +169,7 @@ fn diagnose_sums(reference: &Reference, logp: &FloatArray<Ix2>) -> Option<Diagno
 }
 
 /// The number of terms from which on the error of a sum one by one may be a cause.
-const LONG_SUM: usize = 1 << 10;
+pub(super) const LONG_SUM: usize = 1 << 10;
 
 /// The number of errors from which on a single sign of all is no chance.
 const SIGNS: usize = 6;
@@ -181,7 +181,7 @@ fn go_both_ways(signs: [usize; 2]) -> bool {
 }
 
 /// Returns the relative error of a token's sum of exponentials that is added up one by one in f32.
-fn one_by_one_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
+pub(super) fn one_by_one_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
     let row = reference.row(b, t, token);
     let probabilities = &row.logp().probabilities;
     let largest = probabilities.iter().copied().fold(0.0, f64::max);

@@ -372,6 +372,38 @@ fn diagnosis_names_a_ratio_that_is_held() {
     assert_eq!(with_loss(&|own| own / 2.0), []);
 }
 
+/// Probabilities over such a sum, where the limit of a log-probability is too wide to tell: each is too large by the same factor.
+#[test]
+fn diagnosis_names_a_naive_sum_of_the_gradient_alone() {
+    let (shape, dtype) = ([1, 3, 151_936], Dtype::F32);
+    let recipe =
+        Recipe { shape, dtype, regime: Regime::Small, seed: 3, old_logp_noise_scale: 0.05, masked_garbage: false };
+    let problem = recipe.unmasked_problem(&LossSpec::default()).unwrap();
+    let of_sum = |loses: bool| {
+        diagnosed(&problem, |candidate, reference| {
+            let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("asked for f32") };
+            for t in 0..3 {
+                let (id, factor) = (reference.token(0, t).unwrap().id, factor_of_naive_sum(&problem, (0, t)));
+                for (v, x) in dlogits.slice_mut(ndarray::s![0, t, ..]).iter_mut().enumerate() {
+                    // What is lost of the sum, or as much in every second column alone.
+                    *x *= if v != id && (loses || v % 2 == 0) { factor } else { 1.0 };
+                }
+            }
+        })
+    };
+    assert_eq!(of_sum(true), [Diagnosis::NaiveSum(151_936)]);
+    assert!(!of_sum(false).contains(&Diagnosis::NaiveSum(151_936)));
+}
+
+/// The exact sum of a row's exponentials over that sum, added up one by one in f32.
+fn factor_of_naive_sum(problem: &Problem, (b, t): (usize, usize)) -> f32 {
+    let row: Vec<f64> = problem.logits.row(b, t).into_iter().collect();
+    let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let exact: f64 = row.iter().map(|x| (x - most).exp()).sum();
+    let naive = row.iter().fold(0.0_f32, |sum, x| sum + (x - most).exp() as f32);
+    (exact / f64::from(naive)) as f32
+}
+
 /// `−Σ p ln p` of equal terms, one after the other in f32, as XLA adds on CPUs.
 #[test]
 fn diagnosis_names_a_naive_sum_of_an_entropy() {
