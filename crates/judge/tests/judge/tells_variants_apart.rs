@@ -238,8 +238,24 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
         ),
         (
             "ratios outside masked or clipped",
-            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 })),
+            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: false })),
             cispo(Some(0.8), 1.2),
+        ),
+        (
+            "masked ratio as a weight or as the term",
+            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: false })),
+            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: true })),
+        ),
+        (
+            "gradient beyond a cap",
+            LossSpec {
+                ratio: Ratio { cap: Some(0.1), ..Ratio::default() },
+                ..objective(Objective::ImportanceSampling(ImportanceSampling::default()))
+            },
+            LossSpec {
+                ratio: Ratio { cap: Some(0.1), straight_through: true, ..Ratio::default() },
+                ..objective(Objective::ImportanceSampling(ImportanceSampling::default()))
+            },
         ),
         ("DRO's penalty", objective(Objective::Dro(Dro { beta: 0.3 })), objective(Objective::PolicyGradient)),
         ("scaled by the accumulation steps", LossSpec { scale: 0.25, ..grpo() }, grpo()),
