@@ -86,7 +86,7 @@ pub enum Preset {
     Torchtitan,
     /// Axolotl, version 0.19.0, both trainers.
     Axolotl,
-    /// RL-Kernel, commit 202f0e30.
+    /// RL-Kernel, commit 202f0e30, its native and its Triton operator.
     RlKernel,
 }
 

@@ -57,7 +57,7 @@ const ALGORITHMS: [(&str, (&str, bool)); 15] = [
     ("raft", (SFT, false)),
 ];
 
-/// The values of `policy_loss_fn`.
+/// The values of `policy_loss_fn`, each with its class.
 const POLICY_LOSSES: [(&str, &str); 8] = [
     ("ppo", PPO),
     ("gspo", GSPO),
@@ -131,7 +131,7 @@ pub(super) fn resolve(
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
-/// One policy loss.
+/// One policy loss, with the mean and the factor that it has.
 struct PolicyLoss {
     objective: Objective,
     ratio: Ratio,
