@@ -113,6 +113,7 @@ pub enum ObjectiveForm {
 }
 
 /// The bounds of log-ratios that a spec has.
+#[allow(clippy::struct_excessive_bools, reason = "each is of one bound")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogRatioBounds {
     /// Whether `|x| ≤ clamp` holds for each token, or for `Σ x` of a product.

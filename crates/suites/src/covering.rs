@@ -80,8 +80,11 @@ const TEMPERATURES: [(Temperature, TemperatureDivides); 4] = [
     (Temperature::Given, TemperatureDivides::Logits),
 ];
 const OLD_LOGPS: [OldLogp; 3] = [OldLogp::Given, OldLogp::Current, OldLogp::Rollout];
-/// Bounds on a log-ratio: `clamp`, `clip`, `cap`, `straight_through`.
-const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>, bool); 5] = [
+/// The bounds of a log-ratio: `clamp`, `clip`, `cap`, `straight_through`.
+type BoundsChoice = (Option<f64>, Option<LogClip>, Option<f64>, bool);
+
+/// The bounds that a log-ratio may have.
+const BOUNDS: [BoundsChoice; 5] = [
     (None, None, None, false),
     (Some(0.25), None, None, false),
     (None, Some(LogClip { low: 0.2, high: 0.1 }), None, false),

@@ -35,7 +35,7 @@ pub enum Objective {
     PolicyGradient,
     /// The importance-sampled surrogate `−ρ·A`: Tinker's, and GMPO with the ratio of the sequence.
     ImportanceSampling(ImportanceSampling),
-    /// The masked score function `−sg(ρ·1[lower < ρ < upper])·A·ℓ`, or the masked ratio: IcePop.
+    /// The masked score function `−sg(ρ·1[lower < ρ < upper])·A·ℓ`, or the masked ratio: icepop.
     MaskedRatio(MaskedRatio),
     /// A trust region (DPPO, prime-rl): a token has a policy term while its probability has not moved too far.
     TrustRegion(TrustRegion),
@@ -163,7 +163,7 @@ pub struct MaskedRatio {
     pub lower: f64,
     /// The upper end of the interval, itself excluded.
     pub upper: f64,
-    /// Whether the term is `−ρ·A` inside, with the gradient of the ratio, instead of the score function (IcePop).
+    /// Whether the term is `−ρ·A` inside, with the gradient of the ratio, instead of the score function (icepop).
     #[serde(default, skip_serializing_if = "super::is_false")]
     pub surrogate: bool,
 }

@@ -153,7 +153,7 @@ impl Preset {
             Self::Liger => "0.8.5",
             Self::MllmJax => "commit 04809656",
             Self::Unsloth => "2026.10.9",
-            Self::Skyrl => "0.3.0",
+            Self::Skyrl | Self::Torchtitan => "0.3.0",
             Self::Nemo => "commit 7ea279ab",
             Self::PrimeRl => "main after #3586, and 559b4477",
             Self::OpenRlhf => "0.11.2",
@@ -163,7 +163,6 @@ impl Preset {
             Self::Trinity => "0.6.0",
             Self::Tinker => "0.38.0",
             Self::FastLlm => "commit 7d61a1ba",
-            Self::Torchtitan => "0.3.0",
             Self::Axolotl => "0.19.0",
             Self::RlKernel => "commit 202f0e30",
         }

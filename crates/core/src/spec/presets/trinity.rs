@@ -104,10 +104,8 @@ pub(super) fn resolve(
         averaging: (own != averaging).then_some(averaging),
         ..kl
     });
-    let entropy_coef = match reader.word("entropy_loss_fn", true, &[("default", true), ("none", false)])? {
-        true => reader.number("entropy_loss_fn_args.entropy_coef", 0.0)?,
-        false => 0.0,
-    };
+    let has_bonus = reader.word("entropy_loss_fn", true, &[("default", true), ("none", false)])?;
+    let entropy_coef = if has_bonus { reader.number("entropy_loss_fn_args.entropy_coef", 0.0)? } else { 0.0 };
     let old_logp = match (policy.current, given.old_logps) {
         (true, _) => OldLogp::Current,
         (false, true) => OldLogp::Given,

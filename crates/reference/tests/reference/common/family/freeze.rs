@@ -77,15 +77,10 @@ impl Loss<'_> {
                 Ok(grid(self.shape(), |b, t| frozen.counts[[b, t]] && self.trusted(region, &frozen.base, b, t)))
             }
             Objective::MaskedRatio(masked) => Ok(grid(self.shape(), |b, t| {
-                frozen.counts[[b, t]] && self.inside(masked, &self.log_ratio(frozen, &frozen.base, b, t).exp())
+                frozen.counts[[b, t]] && inside(masked, &self.log_ratio(frozen, &frozen.base, b, t).exp())
             })),
             _ => Ok(Array2::from_elem(self.shape(), false)),
         }
-    }
-
-    /// `lower < ρ < upper`
-    fn inside<N: Number>(&self, masked: &MaskedRatio, ratio: &N) -> bool {
-        !ratio.at_most(masked.lower) && !ratio.at_least(masked.upper)
     }
 
     pub(super) fn score<N: Number>(&self, frozen: &Frozen<N>, weights: Option<&Array2<N>>, b: usize, t: usize) -> N {
@@ -98,7 +93,7 @@ impl Loss<'_> {
             Objective::Vespo(vespo) => self.gamma_weight(vespo, frozen, weights, b, t),
             Objective::PolicyGradient | Objective::Dro(_) => N::from(1.0),
             Objective::MaskedRatio(masked) => {
-                if self.inside(masked, &ratio()) {
+                if inside(masked, &ratio()) {
                     ratio()
                 } else {
                     N::from(0.0)
@@ -115,4 +110,9 @@ impl Loss<'_> {
             _ => N::from(0.0),
         }
     }
+}
+
+/// `lower < ρ < upper`
+fn inside<N: Number>(masked: &MaskedRatio, ratio: &N) -> bool {
+    !ratio.at_most(masked.lower) && !ratio.at_least(masked.upper)
 }
