@@ -110,7 +110,7 @@ fn coverage_names_a_choice_that_nobody_makes() {
 }
 
 /// What is written for people.
-const DOCUMENTS: [&str; 15] = [
+const DOCUMENTS: [&str; 20] = [
     "LICENSE-Apache-2.0.txt",
     "LICENSE-GSM8K.txt",
     "README.md",
@@ -120,9 +120,14 @@ const DOCUMENTS: [&str; 15] = [
     // How runs of other projects were made.
     "peers/record/archer.py",
     "peers/record/areal.py",
+    "peers/record/axolotl.py",
     "peers/record/batch.py",
+    "peers/record/fast_llm.py",
     "peers/record/prime_rl.py",
+    "peers/record/rl_kernel.py",
     "peers/record/roll.py",
+    "peers/record/torchtitan.py",
+    "peers/record/trinity_rft.py",
     "peers/record/trl_rloo.py",
     "peers/record/verl_bypass.py",
     "peers/record/verl_temperatures.py",

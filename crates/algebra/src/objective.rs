@@ -275,6 +275,9 @@ pub(crate) fn token_loss<A: Arithmetic>(
     // The ratio, of a log-ratio within the bounds of its level.
     let cap = structure.bounds.cap.then(|| numbers.get(SpecNumber::LogRatioCap));
     let mut capped = bounded(on, inputs.log_ratio, None, cap);
+    if structure.bounds.straight_through {
+        capped.replaced = None;
+    }
     if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
         let clamped = within(on, capped.value, numbers.get(SpecNumber::LogRatioClamp));
         let reasons = [capped.replaced, clamped.replaced].into_iter().flatten();

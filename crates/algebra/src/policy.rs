@@ -61,13 +61,13 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
                 self.linear(on, by_logp)
             }
             ObjectiveForm::ImportanceSampling | ObjectiveForm::KlCov => self.times_ratio(on),
-            ObjectiveForm::MaskedRatio => {
+            ObjectiveForm::MaskedRatio { score } => {
                 // The window is open at both ends. A selection takes the term away outside, as a product with 0 would
                 // turn an infinite ratio into NaN.
                 let (above, below) = (on.less(self.number(low), self.ratio), on.less(self.ratio, self.number(high)));
                 let inside = on.and(above, below);
                 let zero = on.constant(0.0);
-                let term = self.score(on, self.ratio);
+                let term = if score { self.score(on, self.ratio) } else { self.times_ratio(on) };
                 term.map(on, |on, x| on.select(inside, x, zero))
             }
             ObjectiveForm::TrustRegion { divergence, two_sided, score } => {

@@ -79,8 +79,11 @@ pub enum ObjectiveForm {
     PolicyGradient,
     /// Importance sampling: `−r · A`, without a clip.
     ImportanceSampling,
-    /// Masked ratio: `−sg(r) · A · ℓ` while the ratio is within its bounds, else 0.
-    MaskedRatio,
+    /// Masked ratio: `−sg(r) · A · ℓ`, or `−r · A`, while the ratio is within its bounds, else 0.
+    MaskedRatio {
+        /// Whether the term is a score function.
+        score: bool,
+    },
     /// Trust region: `−r · A`, or its score function, while a divergence is within its bounds; and a squared log-ratio
     /// everywhere.
     TrustRegion {
@@ -110,6 +113,7 @@ pub enum ObjectiveForm {
 }
 
 /// The bounds of log-ratios that a spec has.
+#[allow(clippy::struct_excessive_bools, reason = "each is of one bound")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogRatioBounds {
     /// Whether `|x| ≤ clamp` holds for each token, or for `Σ x` of a product.
@@ -118,6 +122,8 @@ pub struct LogRatioBounds {
     pub clip: bool,
     /// Whether the log-ratio of the token's level has an upper bound.
     pub cap: bool,
+    /// Whether the gradient passes that bound as if there were none.
+    pub straight_through: bool,
 }
 
 /// The structure of the KL penalty.
@@ -265,6 +271,7 @@ impl Structure {
                 clamp: spec.ratio.clamp.is_some(),
                 clip: spec.ratio.clip.is_some(),
                 cap: spec.ratio.cap.is_some(),
+                straight_through: spec.ratio.straight_through,
             },
             old_logp_given: spec.old_logp != OldLogp::Current,
             // Logits before their softmax.
@@ -327,7 +334,7 @@ impl Structure {
             | ObjectiveForm::Vespo
             | ObjectiveForm::PolicyGradient
             | ObjectiveForm::ImportanceSampling
-            | ObjectiveForm::MaskedRatio
+            | ObjectiveForm::MaskedRatio { .. }
             | ObjectiveForm::TrustRegion { .. }
             | ObjectiveForm::Dro
             | ObjectiveForm::None => false,
@@ -355,7 +362,7 @@ impl Structure {
         // The numbers of the objective, then those of options that the spec has.
         let of_form: &[SpecNumber] = match self.form {
             ObjectiveForm::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
-            ObjectiveForm::Cispo | ObjectiveForm::MaskedRatio => &[N::Low, N::High],
+            ObjectiveForm::Cispo | ObjectiveForm::MaskedRatio { .. } => &[N::Low, N::High],
             ObjectiveForm::Sapo => &[N::TauPositive, N::TauNegative],
             ObjectiveForm::Vespo => &[N::KPositive, N::LambdaPositive, N::KNegative, N::LambdaNegative],
             ObjectiveForm::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
@@ -468,7 +475,7 @@ impl ObjectiveForm {
             Objective::Vespo(_) => ObjectiveForm::Vespo,
             Objective::PolicyGradient => ObjectiveForm::PolicyGradient,
             Objective::ImportanceSampling(_) => ObjectiveForm::ImportanceSampling,
-            Objective::MaskedRatio(_) => ObjectiveForm::MaskedRatio,
+            Objective::MaskedRatio(masked) => ObjectiveForm::MaskedRatio { score: !masked.surrogate },
             Objective::TrustRegion(region) => ObjectiveForm::TrustRegion {
                 divergence: region.divergence,
                 two_sided: region.two_sided,

@@ -121,7 +121,11 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("policy_gradient", of(Objective::PolicyGradient)),
         ("importance_sampling", sampling(false)),
         ("importance_sampling, empty_rows", gmpo(sampling(true))),
-        ("masked_ratio", of(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 }))),
+        ("masked_ratio", of(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: false }))),
+        (
+            "masked_ratio, surrogate",
+            of(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: true })),
+        ),
         ("trust_region, total_variation", trust(region.clone())),
         ("trust_region, binary_kl", trust(TrustRegion { divergence: Divergence::BinaryKl, ..region.clone() })),
         ("trust_region, two_sided", trust(TrustRegion { two_sided: true, ..region.clone() })),
@@ -167,6 +171,7 @@ fn ratios() -> Vec<(&'static str, LossSpec)> {
         ),
         ("clip, token", with(Ratio { clip, ..Ratio::default() })),
         ("cap", with(Ratio { cap: Some(0.1), ..Ratio::default() })),
+        ("cap, straight_through", with(Ratio { cap: Some(0.1), straight_through: true, ..Ratio::default() })),
         ("denominator_epsilon", with(Ratio { denominator_epsilon: 0.5, ..sequence() })),
     ]
 }

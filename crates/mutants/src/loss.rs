@@ -414,7 +414,7 @@ impl<'l> LogRatios<'l> {
             Some(_) if launch.has(Bug::CapIgnored) || launch.has(Bug::CapOfTokens) => (x, follows),
             Some(cap) if launch.has(Bug::CapOfRatio) => (x.min(cap.ln()), follows && x.exp() <= cap),
             Some(cap) if launch.has(Bug::CapOfBothSides) && x < -cap => (-cap, false),
-            Some(cap) if x > cap => (cap, false),
+            Some(cap) if x > cap => (cap, ratio.straight_through && follows),
             _ => (x, follows),
         }
     }

@@ -28,7 +28,7 @@ pub struct Branch {
     pub selected: bool,
     /// The derivative of the token's log-ratio by `ℓ`: 1, or 0 beyond a clamp.
     pub slope: f64,
-    /// The derivative of `w` by the log-ratio before its cap: 1 or 0.
+    /// The derivative of `w` by the log-ratio before its cap: 1 or 0; 1 beyond a cap that is passed straight through.
     pub cap_slope: f64,
     /// The sign of `w`, for an objective that contains `|w|`.
     sign: f64,
@@ -105,6 +105,7 @@ impl Branch {
     /// policy_gradient      −A·ℓ                        d/dℓ = −A
     /// importance_sampling  −ρ·A                        d/dw = −ρ·A
     /// masked_ratio         −ρ·A·ℓ inside, else 0       d/dℓ = −ρ·A inside
+    ///   with surrogate     −ρ·A inside, else 0         d/dw = −ρ·A inside
     /// trust_region         −ρ·A kept + penalty·w²      d/dw = −ρ·A kept + 2·penalty·w
     ///   with truncate      −k·A·ℓ kept + penalty·w²    d/dℓ = −k·A kept,   d/dw = 2·penalty·w
     /// dro                  −A·ℓ + beta/2·w²            d/dℓ = −A,          d/dw = beta·w
@@ -156,6 +157,7 @@ impl Branch {
             Objective::ImportanceSampling(_) | Objective::KlCov(_) => {
                 Term::from_ratio(-ratio * advantage, following(true))
             }
+            Objective::MaskedRatio(masked) if masked.surrogate => Term::from_ratio(-ratio * advantage, following(true)),
             Objective::MaskedRatio(_) => Term::score(ratio, inputs),
             Objective::TrustRegion(region) if region.truncate.is_some() => Term::score(k, inputs),
             Objective::TrustRegion(_) => Term::from_ratio(-ratio * advantage, following(true)),

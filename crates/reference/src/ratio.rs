@@ -48,11 +48,15 @@ pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> BoundedValue {
 
 /// Returns the log-ratio `w = ln ρ`, from the token's own or its sequence's.
 pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> BoundedValue {
-    let cap = ratio.cap.unwrap_or(f64::INFINITY);
-    match ratio.clamp {
-        Some(clamp) if ratio.level == RatioLevel::SequenceProduct => held(log_ratio, -clamp, clamp.min(cap)),
-        _ => held(log_ratio, f64::NEG_INFINITY, cap),
-    }
+    // Only a product clamps its sum.
+    let clamped = match ratio.clamp {
+        Some(clamp) if ratio.level == RatioLevel::SequenceProduct => held(log_ratio, -clamp, clamp),
+        _ => BoundedValue { value: log_ratio, slope: 1.0 },
+    };
+    let capped = held(clamped.value, f64::NEG_INFINITY, ratio.cap.unwrap_or(f64::INFINITY));
+    // Straight through: the value of the cap, the slope of what it holds.
+    let slope = if ratio.straight_through { 1.0 } else { capped.slope };
+    BoundedValue { slope: clamped.slope * slope, ..capped }
 }
 
 /// Returns the log-ratio of a sequence: `Σ x / (n + ε)`, for a product `Σ x`; 0 without a token.

@@ -191,7 +191,11 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let cispo = (option(0.0..0.95_f64), 1.0..6.0_f64).prop_map(|(lower, upper)| Cispo { lower, upper });
     let sapo =
         (0.3..3.0_f64, 0.3..3.0_f64).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
-    let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
+    let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64, any::<bool>()).prop_map(|(lower, upper, surrogate)| MaskedRatio {
+        lower,
+        upper,
+        surrogate,
+    });
     let topr =
         (0.0..2.0_f64, 0.0..2.0_f64, 0.5..2.0_f64, select(vec![PositiveTokens::Advantage, PositiveTokens::Selected]))
             .prop_map(|(positive_weight, negative_weight, upper, positive)| Topr {
@@ -246,13 +250,15 @@ fn ratio() -> BoxedStrategy<Ratio> {
         weighted(0.3, 0.1..20.0_f64),
         weighted(0.2, clip),
         weighted(0.2, -0.1..10.0_f64),
+        any::<bool>(),
         select(vec![0.0, 1e-8, 0.5]),
     )
-        .prop_map(|(level, clamp, clip, cap, denominator_epsilon)| Ratio {
+        .prop_map(|(level, clamp, clip, cap, straight_through, denominator_epsilon)| Ratio {
             level,
             clamp,
             clip,
             cap,
+            straight_through: straight_through && cap.is_some(),
             // A sum over the sequence has no denominator.
             denominator_epsilon: if level == RatioLevel::SequenceProduct { 0.0 } else { denominator_epsilon },
         })

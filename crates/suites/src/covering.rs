@@ -80,12 +80,16 @@ const TEMPERATURES: [(Temperature, TemperatureDivides); 4] = [
     (Temperature::Given, TemperatureDivides::Logits),
 ];
 const OLD_LOGPS: [OldLogp; 3] = [OldLogp::Given, OldLogp::Current, OldLogp::Rollout];
-/// Bounds on a log-ratio: `clamp`, `clip`, `cap`.
-const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>); 4] = [
-    (None, None, None),
-    (Some(0.25), None, None),
-    (None, Some(LogClip { low: 0.2, high: 0.1 }), None),
-    (None, None, Some(0.1)),
+/// The bounds of a log-ratio: `clamp`, `clip`, `cap`, `straight_through`.
+type BoundsChoice = (Option<f64>, Option<LogClip>, Option<f64>, bool);
+
+/// The bounds that a log-ratio may have.
+const BOUNDS: [BoundsChoice; 5] = [
+    (None, None, None, false),
+    (Some(0.25), None, None, false),
+    (None, Some(LogClip { low: 0.2, high: 0.1 }), None, false),
+    (None, None, Some(0.1), false),
+    (None, None, Some(0.1), true),
 ];
 /// The terms that rollout weights may apply to.
 const WEIGHTS: [Option<LossTerms>; 3] = [None, Some(LossTerms::Policy), Some(LossTerms::PolicyAndKl)];
@@ -152,11 +156,11 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
         counts: true,
         drops_from,
     });
-    let (clamp, clip, cap) = BOUNDS[bounds];
+    let (clamp, clip, cap, straight_through) = BOUNDS[bounds];
     let (scale, softcap, bias, left_out) = TRANSFORMS[transform];
     LossSpec {
         objective,
-        ratio: Ratio { clamp, clip, cap, ..Ratio::default() },
+        ratio: Ratio { clamp, clip, cap, straight_through, ..Ratio::default() },
         advantages: ADVANTAGES[advantages],
         old_logp: OLD_LOGPS[old_logp],
         logits: LogitsTransform { scale, softcap, bias },

@@ -175,7 +175,9 @@ impl Arms {
             Objective::ImportanceSampling(ImportanceSampling { empty_rows }) => "importance_sampling" {
                 self.flag("importance_sampling.empty_rows", *empty_rows);
             },
-            Objective::MaskedRatio(MaskedRatio { lower: _, upper: _ }) => "masked_ratio",
+            Objective::MaskedRatio(MaskedRatio { lower: _, upper: _, surrogate }) => "masked_ratio" {
+                self.flag("masked_ratio.surrogate", *surrogate);
+            },
             Objective::TrustRegion(region) => "trust_region" { self.trust_region(region) },
             Objective::Dro(Dro { beta: _ }) => "dro",
             Objective::KlCov(KlCov { coefficient: _, selection }) => "kl_cov" {
@@ -225,7 +227,7 @@ impl Arms {
     }
 
     fn ratio(&mut self, ratio: &Ratio) {
-        let Ratio { level, clamp, clip, cap, denominator_epsilon } = ratio;
+        let Ratio { level, clamp, clip, cap, straight_through, denominator_epsilon } = ratio;
         choose!(self, "ratio.level", level, {
             RatioLevel::Token => "token",
             RatioLevel::Sequence => "sequence",
@@ -236,6 +238,7 @@ impl Arms {
         self.option("ratio.clip", clip.as_ref());
         if let Some(LogClip { low: _, high: _ }) = clip {}
         self.option("ratio.cap", cap.as_ref());
+        self.flag("ratio.straight_through", *straight_through);
         self.number("ratio.denominator_epsilon", *denominator_epsilon, 0.0);
     }
 

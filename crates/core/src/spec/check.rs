@@ -233,6 +233,8 @@ impl Ratio {
             non_negative("ratio.clip.high", clip.high)?;
         }
         self.cap.map_or(Ok(()), |cap| finite("ratio.cap", cap))?;
+        let capped = self.cap.is_some() || !self.straight_through;
+        ensure(capped, "ratio.straight_through", true, "false without a `cap`")?;
         non_negative("ratio.denominator_epsilon", self.denominator_epsilon)?;
         // A product has no count to which an epsilon could be added.
         let counted = self.level != RatioLevel::SequenceProduct || self.denominator_epsilon == 0.0;

@@ -259,10 +259,12 @@ impl Ratio {
             let (low, high) = (number(clip.low), number(clip.high));
             text += &format!("; x ≤ {high} where A > 0, x ≥ −{low} where A < 0");
         }
-        text + if self.clamp.is_some() || self.clip.is_some() || self.cap.is_some() {
-            "; no gradient beyond a bound"
-        } else {
-            ""
+        let stops = self.clamp.is_some() || self.clip.is_some() || (self.cap.is_some() && !self.straight_through);
+        match (stops, self.straight_through) {
+            (true, false) => text + "; no gradient beyond a bound",
+            (true, true) => text + "; no gradient beyond a bound but the cap",
+            (false, true) => text + "; beyond the cap the gradient of the capped ratio",
+            (false, false) => text,
         }
     }
 }
@@ -326,7 +328,8 @@ impl Objective {
             }
             Objective::ImportanceSampling(_) => "−ρ·A".into(),
             Objective::MaskedRatio(masked) => {
-                format!("−sg(ρ)·A·ℓ where {} < ρ < {}, else 0", number(masked.lower), number(masked.upper))
+                let term = if masked.surrogate { "−ρ·A" } else { "−sg(ρ)·A·ℓ" };
+                format!("{term} where {} < ρ < {}, else 0", number(masked.lower), number(masked.upper))
             }
             Objective::TrustRegion(region) => region.describe(),
             Objective::Dro(dro) => format!("−(A·ℓ − {}/2·x²)", number(dro.beta)),

@@ -35,7 +35,7 @@ pub enum Objective {
     PolicyGradient,
     /// The importance-sampled surrogate `−ρ·A`: Tinker's, and GMPO with the ratio of the sequence.
     ImportanceSampling(ImportanceSampling),
-    /// The masked score function `−sg(ρ·1[lower < ρ < upper])·A·ℓ`: SkyRL's `rollout_is`.
+    /// The masked score function `−sg(ρ·1[lower < ρ < upper])·A·ℓ`, or the masked ratio: icepop.
     MaskedRatio(MaskedRatio),
     /// A trust region (DPPO, prime-rl): a token has a policy term while its probability has not moved too far.
     TrustRegion(TrustRegion),
@@ -154,15 +154,18 @@ pub struct ImportanceSampling {
     pub empty_rows: bool,
 }
 
-/// The open interval of ratios that count.
+/// The masked score function, or with `surrogate` the masked ratio `−ρ·1[lower < ρ < upper]·A`, differentiated.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MaskedRatio {
-    /// The lower end of the interval, itself excluded.
+    /// The lower end of the interval of ratios that count, itself excluded.
     pub lower: f64,
     /// The upper end of the interval, itself excluded.
     pub upper: f64,
+    /// Whether the term is `−ρ·A` inside, with the gradient of the ratio, instead of the score function (icepop).
+    #[serde(default, skip_serializing_if = "super::is_false")]
+    pub surrogate: bool,
 }
 
 /// A trust region around the old policy. With `p = exp(ℓ)` and `p_old = exp(old_logp)` the policy term is

@@ -14,8 +14,13 @@ pub struct Ratio {
     pub clamp: Option<f64>,
     /// GMPO's clip of the log-ratio of every token; `None` leaves them unclipped.
     pub clip: Option<LogClip>,
-    /// Upper bound of the level's log-ratio, with gradient 0 beyond it; nats. It is 10 in the GSPO of verl and Tunix.
+    /// Upper bound of the level's log-ratio, with gradient 0 beyond it unless `straight_through`; nats. It is 10 in the GSPO of
+    /// verl and Tunix.
     pub cap: Option<f64>,
+    /// Whether the gradient passes the cap as if there were none: the ratio is `e^cap`, and its derivative by the log-ratio too
+    /// (prime-rl's `max_importance_ratio`). It requires a `cap`.
+    #[serde(skip_serializing_if = "super::is_false")]
+    pub straight_through: bool,
     /// A number `≥ 0` that is added to the token count of [`RatioLevel::Sequence`] and [`RatioLevel::SequenceToken`];
     /// it must be 0 for a product, which has no count.
     pub denominator_epsilon: f64,

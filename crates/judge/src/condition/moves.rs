@@ -69,7 +69,8 @@ pub(crate) fn response(
     }
     // A bound of the log-ratio is itself rounded.
     let level = inputs.level_log_ratio(spec);
-    if level.slope * inputs.log_ratio(spec).slope == 0.0 && level.value.is_finite() {
+    let held = level.slope * inputs.log_ratio(spec).slope == 0.0 || spec.ratio.cap == Some(level.value);
+    if held && level.value.is_finite() {
         let at = |w: f64| TokenInputs { row_log_ratio: Some(w), ..*inputs };
         let by = level.value.abs() * U;
         total.scale += moved([at(level.value - by), at(level.value + by)]);

@@ -238,11 +238,24 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
         ),
         (
             "ratios outside masked or clipped",
-            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2 })),
+            objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate: false })),
             cispo(Some(0.8), 1.2),
         ),
         ("DRO's penalty", objective(Objective::Dro(Dro { beta: 0.3 })), objective(Objective::PolicyGradient)),
         ("scaled by the accumulation steps", LossSpec { scale: 0.25, ..grpo() }, grpo()),
+    ]
+}
+
+/// Of ratios within a band and beyond a cap.
+fn bounded_ratios() -> Vec<(&'static str, LossSpec, LossSpec)> {
+    let masked = |surrogate| objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate }));
+    let capped = |straight_through| LossSpec {
+        ratio: Ratio { cap: Some(0.1), straight_through, ..Ratio::default() },
+        ..objective(Objective::ImportanceSampling(ImportanceSampling::default()))
+    };
+    vec![
+        ("masked ratio as a weight or as the term", masked(false), masked(true)),
+        ("gradient beyond a cap", capped(false), capped(true)),
     ]
 }
 
@@ -325,7 +338,9 @@ fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<St
 fn variants_pass_as_themselves_and_fail_as_their_neighbours() {
     for advantages in [AdvantageLevel::Sequence, AdvantageLevel::Token] {
         let problem = problem(advantages);
-        for (name, one, other) in pairs().into_iter().chain(weights_and_rejections()).chain(token_arms()) {
+        for (name, one, other) in
+            pairs().into_iter().chain(bounded_ratios()).chain(weights_and_rejections()).chain(token_arms())
+        {
             // What counts rows without tokens asks for one advantage a sequence.
             if name.starts_with("GMPO's empty") && advantages == AdvantageLevel::Token {
                 continue;

@@ -98,7 +98,7 @@ fn arms() -> Vec<LossSpec> {
         Objective::Vespo(Vespo::default()),
         Objective::PolicyGradient,
         Objective::ImportanceSampling(ImportanceSampling { empty_rows: false }),
-        Objective::MaskedRatio(MaskedRatio { lower: 0.5, upper: 2.0 }),
+        Objective::MaskedRatio(MaskedRatio { lower: 0.5, upper: 2.0, surrogate: false }),
         Objective::TrustRegion(region(None)),
         Objective::TrustRegion(region(Some(3.0))),
         Objective::Dro(Dro { beta: 0.5 }),

@@ -20,6 +20,7 @@ mod kept;
 mod lm_head;
 mod metrics;
 mod peers;
+mod preset_formulas;
 mod presets;
 mod regimes;
 mod sum;

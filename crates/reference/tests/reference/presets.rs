@@ -94,10 +94,21 @@ fn preset_names_are_read_back() {
     assert_eq!(of(Preset::Verl, Some("gspo"), &[]), of(Preset::Verl, Some("a.b.compute_policy_loss_gspo"), &[]));
 }
 
+#[test]
+fn preset_of_a_preference_loss_is_refused_with_the_reason() {
+    for name in ["dpo", "DPO", "ipo", "kto", "simpo"] {
+        let error = name.parse::<Preset>().unwrap_err().to_string();
+        let expected =
+            format!("preset: got `{name}`, expected a loss of tokens: a preference loss is of the sums over a pair");
+        assert!(error.starts_with(&expected), "{error}");
+    }
+}
+
 /// A function under the options that it cannot do without.
 fn of_any(preset: Preset, function: &str) -> Result<PresetLoss, PresetError> {
     let pairs: &[&str] = match function {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
+        "dro" => &["beta=0.1"],
         _ => &[],
     };
     resolve(preset, Some(function), pairs, &sampled())
@@ -123,7 +134,9 @@ mllm-jax | temperature=0.7 | | {"temperature": 0.7, "temperature_divides": "logp
 nemo | | | {"kl": {"beta": 0.01, "importance": "score", "difference_clamp": 20}}
 verl | temperature=given | | {"temperature": "given"}
 prime-rl | temperatures=given | | {"temperature": "given"}
-prime-rl | | | {"objective": {"trust_region": {"low": 0.2, "high": 0.2, "penalty": 1e-3, "truncate": null}}}
+prime-rl | | | {"objective": {"trust_region": {"low": 0.3, "high": 0.3, "two_sided": true, "penalty": 0, "truncate": null}}}
+prime-rl | | | {"ratio": {"cap": 9.210340371976184, "straight_through": true}}
+prime-rl default_loss_fn | | | {"objective": {"trust_region": {"low": 0.2, "high": 0.2, "penalty": 1e-3, "truncate": null}}}
 skyrl | | | {"kl": {"averaging": {"reduction": {"sequence_mean": {"rows": "all"}}, "denominator_epsilon": 0}}}
 unsloth | | | {"reduction": {"sequence_mean": {"rows": "all"}}}
 openrlhf | | | {"ratio": {"clamp": 20}}
@@ -189,7 +202,13 @@ unsloth | WEIGHED | token-weights | {"entropy_coef": 0.01}
 skyrl | loss_reduction=prompt_mean | | {"token_weights": {"applies_to": "policy"}, "reduction": {"normalizer": 1}}
 skyrl | OUTLIERS | sampled | {"rejection": [{"level": "sequence_max", "min": null, "max": 9.210340371976182}, {}]}
 skyrl | OUTLIERS | sampled | {"rejection": [{}, {"level": "sequence_min", "min": -4.605170185988092, "max": 20}]}
-prime-rl | | token-weights | {"token_weights": {"applies_to": "policy"}}
+prime-rl | rl_scale=9 | token-weights | {"token_weights": {"applies_to": "policy"}}
+prime-rl default_loss_fn | | token-weights | {"token_weights": {"applies_to": "policy"}}
+prime-rl | type=icepop | | {"objective": {"masked_ratio": {"lower": 0.2, "upper": 5, "surrogate": true}}, "ratio": {"cap": null}}
+prime-rl PPOLoss | ratio_high=1.5 | | {"objective": "clip 0.19999999999999996 0.5 -", "ratio": {"straight_through": true}}
+prime-rl | type=cispo ratio_low=0.5 | | {"objective": {"cispo": {"lower": 0.5, "upper": 5}}}
+prime-rl | type=default | | {"objective": {"trust_region": {"two_sided": false, "penalty": 1e-3}}, "ratio": {"cap": null}}
+prime-rl default_loss_fn | type=ipo | | {"objective": {"trust_region": {"two_sided": true, "low": 0.1}}, "ratio": {"cap": null}}
 prime-rl ipo_loss_fn | IPO | | {"scale": 0.5, "reduction": {"normalizer": 40}, "objective": {"trust_region": {"two_sided": true}}}
 prime-rl ipo_loss_fn | IPO | | {"objective": {"trust_region": {"penalty": 0.2}}}
 openrlhf | GATE | sampled | {"rollout": {"level": "token", "min": null, "max": null}}
@@ -200,6 +219,25 @@ nemo | use_on_policy_kl_approximation=true | sampled | {"kl": {"importance": "ro
 nemo | seq_logprob_error_threshold=1.5 | sampled | {"rejection": [{"estimator": "absolute_ratio", "counts": false, "max": 1.5}]}
 nemo | seq_logprob_error_threshold=1.5 | sampled | {"rejection": [{"level": "sequence_mean"}]}
 nemo | use_importance_sampling_correction=true | sampled | {"rollout": {"unscored": "zero"}}
+trinity | | | {"objective": "clip 0.2 0.2 3", "ratio": {"clamp": 20}, "kl": "plain 0.001 k2", "reduction": "token_mean"}
+trinity | algorithm.algorithm_type=dapo | | {"kl": null}
+trinity | algorithm_type=topr | | {"objective": {"topr": {"positive_weight": 1, "negative_weight": 1, "upper": 1, "positive": "advantage"}}}
+trinity | policy_loss_fn=gspo | | {"objective": "clip 0.0003 0.0004 -", "ratio": {"level": "sequence_token"}, "reduction": "token_mean"}
+trinity | policy_loss_fn=gspo policy_loss_fn_args.clip_range=0.1 | | {"reduction": {"sequence_mean": {"rows": "all"}}}
+trinity | policy_loss_fn=opmd entropy_loss_fn_args.entropy_coef=0.1 | | {"scale": 0.5, "entropy_coef": 0.2, "kl": {"beta": 0.002}}
+trinity | policy_loss_fn=rec | | {"objective": "policy_gradient", "kl": {"estimator": "k2"}}
+trinity | | no-old | {"old_logp": "rollout"}
+tinker | | sampled | {"old_logp": "rollout", "reduction": {"normalizer": 1}, "objective": {"importance_sampling": {}}}
+tinker | loss_fn=ppo | | {"objective": "clip 0.19999999999999996 0.19999999999999996 -", "old_logp": "given"}
+tinker cispo | | | {"objective": {"cispo": {"lower": null, "upper": 4}}}
+tinker | loss_fn=cispo loss_fn_config.clip_low_threshold=0.5 | | {"objective": {"cispo": {"lower": 0.5, "upper": 4}}}
+tinker cross_entropy | | | {"objective": "policy_gradient", "old_logp": "current"}
+fast-llm | | 60-items | {"objective": "clip 0.2 0.2 -", "reduction": {"normalizer": 60}, "advantages": "token"}
+torchtitan | | sampled | {"ratio": {"clamp": 10}, "old_logp": "rollout", "reduction": {"normalizer": 1}}
+axolotl | beta=0.1 | | {"kl": "plain 0.1 k3", "objective": "clip 0.2 0.2 -", "reduction": "token_mean"}
+axolotl | use_vllm=true | sampled | {"rollout": {"level": "sequence", "outside": "mask", "max": 3, "min": null}}
+axolotl AxolotlAsyncGRPOTrainer | use_vllm=true vllm_importance_sampling_cap=2 | sampled | {"rollout": {"level": "token", "min": 0.5, "max": 2}}
+rl-kernel | beta=0.04 | | {"kl": "plain 0.04 k3", "advantages": "sequence", "reduction": "token_mean"}
 archer | | | {"objective": {"aspo": {"epsilon_low": 0.4, "epsilon_high": 0.4, "selected": {"epsilon_low": 0.2, "epsilon_high": 0.2}}}}
 archer | ALIKE | | {"objective": {"aspo": {"epsilon_low": 0.2, "epsilon_high": 0.2}}}
 areal | m2_threshold=0.04 | sampled | {"rejection": []}
@@ -314,6 +352,26 @@ skyrl | loss_reduction=token_mean_legacy | `loss_reduction` & how the batch is c
 nemo | positive_example_nll_weight=0.1 | `positive_example_nll_weight` & rewards
 nemo | use_on_policy_kl_approximation=true | input `generation_logprobs`
 prime-rl | adv_tau=0 | `adv_tau`
+prime-rl | kl_tau=0.1 | `kl_tau` & ipo_loss_fn
+prime-rl | score_centering=true | `score_centering` & lacks
+prime-rl | max_importance_ratio=0.5 | `max_importance_ratio` & 0.5
+trinity | policy_loss_fn=sapo | `policy_loss_fn` & topr
+trinity | algorithm.algorithm_type=dpo | `algorithm_type` & "dpo"
+trinity | policy_loss_fn=cispo policy_loss_fn_args.enable_mask_clip=true | `policy_loss_fn_args.enable_mask_clip` & PPO
+trinity | policy_loss_fn=topr policy_loss_fn_args.advantage_threshold=0.5 | `policy_loss_fn_args.advantage_threshold` & sign
+trinity | policy_loss_fn=rec policy_loss_fn_args.clip_mode=ring | `policy_loss_fn_args.clip_mode` & two-side
+trinity | policy_loss_fn=rec policy_loss_fn_args.weight=importance_sampling | `policy_loss_fn_args.clip_mode` & two-side
+trinity | policy_loss_fn_args.clip_ratio_c=3 | `policy_loss_fn_args.clip_range` & nothing
+trinity | kl_loss_fn=corrected_k3 | `kl_loss_fn` & [0, 2]
+tinker | loss_fn=dro | `beta` & nothing
+tinker | loss_fn=gspo | `loss_fn` & importance_sampling
+fast-llm | type=dpo | `type` & gspo
+torchtitan | clip_eps=low | `clip_eps` & a number
+axolotl | trl.loss_type=luspo | `loss_type` & importance_sampling_level
+axolotl | use_liger_loss=true | `use_liger_loss` & liger
+axolotl | loss_type=dr_grpo | `max_completion_length`
+axolotl AxolotlAsyncGRPOTrainer | loss_type=vespo | `loss_type` & vespo
+rl-kernel | beta=high | `beta` & a number
 prime-rl | temperatures=given temperature=0.7 | `temperature` & 0.7
 verl | temperature=given use_fused_kernels=true | `use_fused_kernels` & one
 trl | temperature=given | `temperature` & a number

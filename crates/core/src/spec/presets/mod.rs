@@ -16,6 +16,8 @@
 
 mod archer;
 mod areal;
+mod axolotl;
+mod fast_llm;
 mod liger;
 mod loss_type;
 mod mllm_jax;
@@ -23,8 +25,12 @@ mod nemo;
 mod openrlhf;
 mod options;
 mod prime_rl;
+mod rl_kernel;
 mod roll;
 mod skyrl;
+mod tinker;
+mod torchtitan;
+mod trinity;
 mod trl;
 mod tunix;
 mod unsloth;
@@ -60,7 +66,7 @@ pub enum Preset {
     Skyrl,
     /// NeMo RL, commit 7ea279ab.
     Nemo,
-    /// prime-rl, commit 559b4477, default and IPO.
+    /// prime-rl, `main` after #3586 by loss type, and both losses of commit 559b4477.
     PrimeRl,
     /// OpenRLHF, version 0.11.2, `PolicyLoss`.
     OpenRlhf,
@@ -70,11 +76,23 @@ pub enum Preset {
     Archer,
     /// `AReaL`, version 1.0.4, also decoupled.
     Areal,
+    /// Trinity-RFT, version 0.6.0, by policy loss.
+    Trinity,
+    /// Tinker's API, SDK 0.38.0, by loss function.
+    Tinker,
+    /// Fast-LLM, commit 7d61a1ba, GRPO and GSPO.
+    FastLlm,
+    /// torchtitan, version 0.3.0, GRPO and DAPO.
+    Torchtitan,
+    /// Axolotl, version 0.19.0, both trainers.
+    Axolotl,
+    /// RL-Kernel, commit 202f0e30, its native and its Triton operator.
+    RlKernel,
 }
 
 impl Preset {
     /// The list of all projects.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 19] = [
         Self::Trl,
         Self::Verl,
         Self::Tunix,
@@ -88,6 +106,12 @@ impl Preset {
         Self::Roll,
         Self::Archer,
         Self::Areal,
+        Self::Trinity,
+        Self::Tinker,
+        Self::FastLlm,
+        Self::Torchtitan,
+        Self::Axolotl,
+        Self::RlKernel,
     ];
 
     /// Returns the name on the command line, the functions, the usual one first, and the reader of options.
@@ -106,6 +130,12 @@ impl Preset {
             Self::Roll => ("roll", roll::FUNCTIONS, roll::resolve),
             Self::Archer => ("archer", archer::FUNCTIONS, archer::resolve),
             Self::Areal => ("areal", areal::FUNCTIONS, areal::resolve),
+            Self::Trinity => ("trinity", trinity::FUNCTIONS, trinity::resolve),
+            Self::Tinker => ("tinker", tinker::FUNCTIONS, tinker::resolve),
+            Self::FastLlm => ("fast-llm", fast_llm::FUNCTIONS, fast_llm::resolve),
+            Self::Torchtitan => ("torchtitan", torchtitan::FUNCTIONS, torchtitan::resolve),
+            Self::Axolotl => ("axolotl", axolotl::FUNCTIONS, axolotl::resolve),
+            Self::RlKernel => ("rl-kernel", rl_kernel::FUNCTIONS, rl_kernel::resolve),
         }
     }
 
@@ -123,13 +153,18 @@ impl Preset {
             Self::Liger => "0.8.5",
             Self::MllmJax => "commit 04809656",
             Self::Unsloth => "2026.10.9",
-            Self::Skyrl => "0.3.0",
+            Self::Skyrl | Self::Torchtitan => "0.3.0",
             Self::Nemo => "commit 7ea279ab",
-            Self::PrimeRl => "commit 559b4477",
+            Self::PrimeRl => "main after #3586, and 559b4477",
             Self::OpenRlhf => "0.11.2",
             Self::Roll => "commit 8eb27cc2",
             Self::Archer => "commit b08d963d",
             Self::Areal => "1.0.4",
+            Self::Trinity => "0.6.0",
+            Self::Tinker => "0.38.0",
+            Self::FastLlm => "commit 7d61a1ba",
+            Self::Axolotl => "0.19.0",
+            Self::RlKernel => "commit 202f0e30",
         }
     }
 
@@ -166,6 +201,10 @@ impl Preset {
     }
 }
 
+/// Preference losses by which somebody may ask for one. IPO is here the identity-preference loss; prime-rl's of the same name is an
+/// option of its preset.
+const PREFERENCES: [&str; 7] = ["bco", "cpo", "dpo", "ipo", "kto", "orpo", "simpo"];
+
 impl fmt::Display for Preset {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(self.name())
@@ -178,6 +217,9 @@ impl FromStr for Preset {
     /// Parses the name of a project; hyphens and underscores are equivalent.
     fn from_str(name: &str) -> Result<Self, PresetError> {
         let wanted = name.replace('_', "-");
+        if PREFERENCES.contains(&wanted.to_lowercase().as_str()) {
+            return Err(PresetError::Preference { given: name.into() });
+        }
         Self::ALL.into_iter().find(|preset| preset.name() == wanted).ok_or_else(|| PresetError::Preset {
             given: name.into(),
             expected: one_of(Self::ALL.iter().map(|preset| preset.name())).into(),
@@ -272,6 +314,12 @@ pub enum WeightShape {
     Flat,
 }
 
+/// Returns the source of the ratio's denominator in projects that divide by the sampler's log-probabilities: those, or
+/// the old ones of a batch that calls them so.
+fn sampler_or_old(given: &BatchInputs) -> OldLogp {
+    if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given }
+}
+
 /// Returns the use of ready-made weights, unchanged.
 fn ready_made() -> RolloutWeights {
     weights_from(RolloutSource::Given)
@@ -315,6 +363,15 @@ pub enum PresetError {
         given: ForeignText,
         /// The names that are known.
         expected: ForeignLines,
+    },
+    /// The name is that of a preference loss, which no project here has.
+    #[error(
+        "preset: got `{given}`, expected a loss of tokens: a preference loss is of the sums over a pair of sequences, and a problem \
+         has no pairs; docs/support.md says what it would take"
+    )]
+    Preference {
+        /// The name that was given.
+        given: ForeignText,
     },
     /// The function's name is unknown.
     #[error("preset {}, function: got `{given}`, expected {expected}", preset.versioned())]
@@ -404,12 +461,17 @@ pub fn spec(
     given: &BatchInputs,
 ) -> Result<PresetLoss, PresetError> {
     let function = preset.function(function)?;
-    // verl and ROLL accept their options with or without a prefix.
-    let options = match preset {
-        Preset::Verl => &options.without_prefix("policy_loss."),
-        Preset::Roll => &options.without_prefix(roll::ACTOR_TRAIN),
-        _ => options,
+    // Some projects' options may have a prefix.
+    let prefix = match preset {
+        Preset::Verl => Some("policy_loss."),
+        Preset::Roll => Some(roll::ACTOR_TRAIN),
+        Preset::Trinity => Some(trinity::ALGORITHM),
+        Preset::Tinker => Some(tinker::CONFIG),
+        Preset::Axolotl => Some(axolotl::TRL),
+        _ => None,
     };
+    let options = prefix.map_or(options.clone(), |prefix| options.without_prefix(prefix));
+    let options = &options;
     let reader = OptionReader::new(preset, function, options);
     // The project's own reading, which also records the options that were read.
     let (_, _, resolve) = preset.entry();

@@ -167,7 +167,7 @@ fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio
         }
         SkyrlLoss::RolloutIs => {
             let PpoClip { epsilon_low, epsilon_high, .. } = clip()?;
-            let masked = MaskedRatio { lower: 1.0 - epsilon_low, upper: 1.0 + epsilon_high };
+            let masked = MaskedRatio { lower: 1.0 - epsilon_low, upper: 1.0 + epsilon_high, surrogate: false };
             (Objective::MaskedRatio(masked), clamped)
         }
         SkyrlLoss::Dppo => {

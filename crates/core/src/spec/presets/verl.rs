@@ -271,7 +271,7 @@ fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Resu
     // One threshold truncates the ratio, two mask it.
     let objective = match is_threshold(reader)? {
         (None, upper) => Objective::Cispo(Cispo { lower: None, upper }),
-        (Some(lower), upper) => Objective::MaskedRatio(MaskedRatio { lower, upper }),
+        (Some(lower), upper) => Objective::MaskedRatio(MaskedRatio { lower, upper, surrogate: false }),
     };
     Ok(LossSpec { objective, ratio: Ratio { level, clamp: Some(20.0), ..Ratio::default() }, ..aggregated(batch)? })
 }

@@ -46,6 +46,7 @@ fn note_policy(spec: &LossSpec, exact: &Exact, policy: bool, record: &mut Record
     record.saw("ratio.clamp", policy && ratio.clamp.is_some());
     record.saw("ratio.clip", policy && ratio.clip.is_some());
     record.saw("ratio.cap", policy && ratio.cap.is_some());
+    record.saw("ratio.straight_through", policy && ratio.straight_through);
     record.saw("ratio.denominator_epsilon", policy && ratio.denominator_epsilon > 0.0);
     record.saw("old_logp current", policy && spec.old_logp == OldLogp::Current);
     record.saw("old_logp rollout", policy && spec.old_logp == OldLogp::Rollout);

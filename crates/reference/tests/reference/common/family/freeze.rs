@@ -76,6 +76,9 @@ impl Loss<'_> {
             Objective::TrustRegion(region) => {
                 Ok(grid(self.shape(), |b, t| frozen.counts[[b, t]] && self.trusted(region, &frozen.base, b, t)))
             }
+            Objective::MaskedRatio(masked) => Ok(grid(self.shape(), |b, t| {
+                frozen.counts[[b, t]] && inside(masked, &self.log_ratio(frozen, &frozen.base, b, t).exp())
+            })),
             _ => Ok(Array2::from_elem(self.shape(), false)),
         }
     }
@@ -89,9 +92,12 @@ impl Loss<'_> {
             }
             Objective::Vespo(vespo) => self.gamma_weight(vespo, frozen, weights, b, t),
             Objective::PolicyGradient | Objective::Dro(_) => N::from(1.0),
-            Objective::MaskedRatio(MaskedRatio { lower, upper }) => {
-                let ratio = ratio();
-                if ratio.at_most(*lower) || ratio.at_least(*upper) { N::from(0.0) } else { ratio }
+            Objective::MaskedRatio(masked) => {
+                if inside(masked, &ratio()) {
+                    ratio()
+                } else {
+                    N::from(0.0)
+                }
             }
             Objective::TrustRegion(TrustRegion { truncate: Some(truncate), .. }) => ratio().min(N::from(*truncate)),
             Objective::Topr(Topr { positive_weight, negative_weight, upper, .. }) => {
@@ -104,4 +110,9 @@ impl Loss<'_> {
             _ => N::from(0.0),
         }
     }
+}
+
+/// `lower < ρ < upper`
+fn inside<N: Number>(masked: &MaskedRatio, ratio: &N) -> bool {
+    !ratio.at_most(masked.lower) && !ratio.at_least(masked.upper)
 }

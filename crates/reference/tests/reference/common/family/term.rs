@@ -1,8 +1,8 @@
 //! The part of a loss that is differentiated: ratio, policy term, KL penalty and reduction.
 
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, Objective, OldLogp,
-    PpoClip, RatioLevel, Reduction, Rows, Sapo,
+    AdvantageLevel, Aspo, Averaging, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, MaskedRatio,
+    Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rows, Sapo,
 };
 
 use super::{Frozen, Loss, Number, Policy, RowLoss, TokenLoss, all, at};
@@ -57,7 +57,15 @@ impl Loss<'_> {
             }
             RatioLevel::SequenceProduct => self.sum_of_log_ratios(frozen, policy, b).0.within(self.spec.ratio.clamp),
         };
-        self.spec.ratio.cap.map_or(log.clone(), |cap| log.min(N::from(cap)))
+        let Some(cap) = self.spec.ratio.cap else { return log };
+        if !self.spec.ratio.straight_through {
+            return log.min(N::from(cap));
+        }
+        // `sg(min(x, cap)) + (x − sg(x))`
+        let ratio = Ratio { cap: None, straight_through: false, ..self.spec.ratio.clone() };
+        let uncapped = Loss { spec: &LossSpec { ratio, ..self.spec.clone() }, problem: self.problem };
+        let base = uncapped.log_ratio(frozen, &frozen.base, b, t);
+        base.clone().min(N::from(cap)) + log.since(&base)
     }
 
     /// `ρ` of every token of `m`, at the base point.
@@ -75,6 +83,13 @@ impl Loss<'_> {
         let selected = frozen.selected[[b, t]];
         match &self.spec.objective {
             Objective::PpoClip(clip) => ppo_clip(clip, &log_ratio().exp(), advantage),
+            Objective::MaskedRatio(MaskedRatio { surrogate: true, .. }) => {
+                if selected {
+                    surrogate()
+                } else {
+                    N::from(0.0)
+                }
+            }
             Objective::Cispo(_) | Objective::Vespo(_) | Objective::PolicyGradient | Objective::MaskedRatio(_) => {
                 score()
             }
