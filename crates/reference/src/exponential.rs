@@ -53,6 +53,7 @@ fn by_formula(x: f64) -> f64 {
 }
 
 /// Multiplies the root by itself, in integers.
+#[allow(clippy::cast_sign_loss, reason = "a power is positive")]
 const fn powers() -> [[f64; 2]; STEPS] {
     let mut powers = [[0.0; 2]; STEPS];
     let unit: u128 = 1 << 127;
@@ -72,6 +73,6 @@ const fn powers() -> [[f64; 2]; STEPS] {
 const fn product(a: u128, b: u128) -> u128 {
     let low = u64::MAX as u128;
     // Of the four products of halves, that of the lower ones is less than a unit.
-    let crossed = ((a >> 64) * (b & low) >> 1) + ((a & low) * (b >> 64) >> 1);
+    let crossed = (((a >> 64) * (b & low)) >> 1) + (((a & low) * (b >> 64)) >> 1);
     ((a >> 64) * (b >> 64) + (crossed >> 63)) << 1
 }

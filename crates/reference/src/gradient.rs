@@ -61,7 +61,9 @@ pub(super) fn dlogits_row(
     if grad_entropy != 0.0 {
         dlogits.iter_mut().zip(z.iter().zip(q)).for_each(|(dx, (&z, &q))| *dx += entropy_grad(z, q));
     }
-    dlogits.iter_mut().for_each(|dx| *dx = scaled(*dx));
+    for dx in &mut dlogits {
+        *dx = scaled(*dx);
+    }
     // On an id's column its own logp has 1 − p_y instead; an id may occur several times.
     for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
         let of_logp =

@@ -97,7 +97,9 @@ impl Softmax {
     pub(super) fn probabilities(&self, z: &[f64]) -> Vec<f64> {
         // In two loops, of which the second divides several numbers at once.
         let mut probabilities: Vec<f64> = z.iter().map(|z| exponential(z - self.max)).collect();
-        probabilities.iter_mut().for_each(|p| *p /= self.sum);
+        for p in &mut probabilities {
+            *p /= self.sum;
+        }
         probabilities
     }
 

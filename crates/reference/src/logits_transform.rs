@@ -80,7 +80,9 @@ impl TransformedLogits {
 pub(super) fn divided(mut logits: Vec<f64>, divisor: f64) -> Vec<f64> {
     // Most often the temperature is 1. A quotient by 1 is the logit itself, and takes as long as any other.
     if divisor != 1.0 {
-        logits.iter_mut().for_each(|h| *h /= divisor);
+        for h in &mut logits {
+            *h /= divisor;
+        }
     }
     logits
 }
