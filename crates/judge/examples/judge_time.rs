@@ -65,14 +65,15 @@ fn timed<T>(what: &str, elements: usize, work: impl FnOnce() -> T) -> T {
     let (start, processor) = (Instant::now(), processor_seconds());
     let done = work();
     let (wall, processor) = (start.elapsed().as_secs_f64(), processor_seconds() - processor);
-    println!("{what} {wall:>9.2} {processor:>13.2} {:>10.1}", processor * 1e9 / elements as f64);
+    println!("{what} {wall:>9.3} {processor:>13.3} {:>10.1}", processor * 1e9 / elements as f64);
     done
 }
 
-/// What all threads took so far, in the kernel's ticks of 10 ms; 0 where there is no `/proc`.
+/// Returns what all threads took so far, to the nanosecond; 0 where the system does not count it.
 fn processor_seconds() -> f64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name, in parentheses, may have spaces.
-    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-    fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
+    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let statistics = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("schedstat")).ok());
+    // The first of three numbers is the time on a processor.
+    let nanoseconds = |statistics: String| statistics.split_whitespace().next()?.parse::<f64>().ok();
+    statistics.filter_map(nanoseconds).sum::<f64>() / 1e9
 }

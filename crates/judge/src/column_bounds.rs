@@ -381,25 +381,23 @@ impl<'c> DlogitsCondition<'c> {
         let gaps_of_logp = gaps(logp, of_logp, rounded);
 
         let mut whole = ColumnErrors::new(p.len());
-        // The flushed part, in units of FLUSHED.
-        let mut flushed = vec![1.0 + self.flushed; p.len()];
+        // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
+        // target.
+        let mut flushed = vec![1.0 + self.flushed + grad; p.len()];
         // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
         let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
         // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
         if grad != 0.0 {
             let common = self.common();
-            for ((scale, &p), gap) in whole.scale.iter_mut().zip(p).zip(&gaps_of_logp) {
+            let bounds = whole.scale.iter_mut().zip(&mut whole.floor);
+            for ((scale, floor), (&p, gap)) in bounds.zip(p.iter().zip(&gaps_of_logp)) {
                 *scale = p * (common.scale + grad * gap);
+                *floor = p * common.floor;
             }
-            whole.floor.iter_mut().zip(p).for_each(|(floor, &p)| *floor = p * common.floor);
             for (v, error) in errors.iter().flatten().enumerate() {
                 whole.floor[v] += p[v] * grad * error / logp.divisor;
             }
             value.iter_mut().flatten().zip(p).for_each(|(value, &p)| *value = grad * p);
-            // f32 flushes exp below its smallest normal number: once a column, and V times on the target.
-            for flushed in &mut flushed {
-                *flushed += grad;
-            }
             for (target, y) in self.targets_in(columns) {
                 let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
                 whole.set(y, self.target_bound(target, p[y], gaps_of_logp[y], error));
@@ -424,11 +422,9 @@ impl<'c> DlogitsCondition<'c> {
             let over_vocabulary = entropy.range == SoftmaxRange::Vocabulary;
             let mean_error = if over_vocabulary { base.vocabulary.mean_error } else { base.mean_error };
             let of_sum = if over_vocabulary { base.vocabulary.separate_sum } else { 0.0 };
-            for span in &mut spans {
+            for ((scale, &q), span) in whole.scale.iter_mut().zip(q).zip(&mut spans) {
                 *span += entropy.stats.mean_gap;
-            }
-            for ((scale, &q), &span) in whole.scale.iter_mut().zip(q).zip(&spans) {
-                *scale += grad_entropy * q * (span * (1.0 + span) + base.second_moment);
+                *scale += grad_entropy * q * (*span * (1.0 + *span) + base.second_moment);
             }
             if let Some(errors) = &errors {
                 for (v, error) in errors.iter().enumerate() {
@@ -472,14 +468,12 @@ impl<'c> DlogitsCondition<'c> {
         }
         // What is flushed before the transform of logits is multiplied by its slope, and divided by the temperature.
         let flushed_once = FLUSHED / token.temperature().min(1.0);
-        for flushed in &mut flushed {
-            *flushed *= flushed_once;
-        }
         let t = 1.0 / token.temperature();
-        for scale in &mut whole.scale {
+        for ((scale, floor), flushed) in whole.scale.iter_mut().zip(&mut whole.floor).zip(&mut flushed) {
+            *flushed *= flushed_once;
             *scale *= t;
+            *floor = *floor * t + *flushed;
         }
-        whole.floor.iter_mut().zip(&flushed).for_each(|(floor, flushed)| *floor = *floor * t + flushed);
         (whole, flushed)
     }
 }

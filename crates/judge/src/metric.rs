@@ -13,6 +13,7 @@
 //! assert_eq!((tally.badness(), tally.kappa_seen), (0.5, 2.0));
 //! ```
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use super::error_map::ErrorMap;
@@ -141,7 +142,7 @@ pub struct Allowance {
 
 /// The parts of the limits of many values, one [`Allowance`] each.
 #[derive(Clone, Debug, Default)]
-pub struct Allowances {
+pub struct Allowances<'a> {
     /// The rounding errors, one entry per value.
     pub rounding: Vec<f64>,
     /// The unit roundoff, the same for all values.
@@ -149,7 +150,7 @@ pub struct Allowances {
     /// The conditions, one entry per value.
     pub scale: Vec<f64>,
     /// The floors, one entry per value.
-    pub floor: Vec<f64>,
+    pub floor: Cow<'a, [f64]>,
 }
 
 /// A range of [`Allowances`], borrowed.
@@ -160,7 +161,7 @@ struct AllowanceSlices<'a> {
     floor: &'a [f64],
 }
 
-impl Allowances {
+impl Allowances<'_> {
     /// Returns the allowance of the `v`th value.
     pub fn at(&self, v: usize) -> Allowance {
         Allowance { rounding: self.rounding[v], unit: self.unit, scale: self.scale[v], floor: self.floor[v] }
@@ -304,16 +305,16 @@ impl Tally {
     /// Sorts at most [`AT_ONCE`] errors into their buckets, by counting how many exceed each edge until none does.
     #[inline]
     fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
-        let mut in_ulp = [0.0; AT_ONCE];
+        let [mut errors, mut ulps] = [[0.0; AT_ONCE]; 2];
+        for ((error, ulp), (x, y)) in errors.iter_mut().zip(&mut ulps).zip(exact.iter().zip(actual)) {
+            (*error, *ulp) = ((y - x).abs(), 2.0 * spacing.half_ulp(*x));
+        }
         // A value beyond one edge is beyond all lower ones, so the counts of the buckets are differences of such
         // numbers, and most blocks end after the first edge.
-        let in_ulp = &mut in_ulp[..exact.len()];
-        for (in_ulp, (x, y)) in in_ulp.iter_mut().zip(exact.iter().zip(actual)) {
-            *in_ulp = (y - x).abs() / (2.0 * spacing.half_ulp(*x));
-        }
-        let mut left = in_ulp.len() as u64;
+        let mut left = exact.len() as u64;
         for (count, edge) in self.histogram.iter_mut().zip(ULP_EDGES) {
-            let beyond = in_ulp.iter().map(|&error| u64::from(error > edge)).sum();
+            let errors = errors[..exact.len()].iter().zip(&ulps);
+            let beyond = errors.map(|(error, ulp)| u64::from(*error > edge * ulp)).sum();
             *count += left - beyond;
             left = beyond;
             if left == 0 {

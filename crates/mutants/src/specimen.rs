@@ -243,17 +243,20 @@ impl SpecimenLaunch<'_> {
         let at = |column: usize| {
             logits.get(row + column).map_or(f32::NEG_INFINITY, |x| self.logit(*x, columns, column, reader))
         };
-        let padding = |column: usize| match () {
-            () if self.has(Bug::TailZeroPadded) => 0.0,
-            () if self.has(Bug::TailNanPadded) => f32::NAN,
-            () if self.has(Bug::TailReadsNextRow) => at(column),
-            () if self.has(Bug::TailRepeatsLastColumn) => at(columns.end - 1),
-            () => f32::NEG_INFINITY,
-        };
-        let mut x: [f32; TILE] = std::array::from_fn(|lane| {
-            let column = start + lane;
-            if column < columns.end { at(column) } else { padding(column) }
-        });
+        let inside = columns.end.saturating_sub(start).min(TILE);
+        let mut x = [f32::NEG_INFINITY; TILE];
+        let (own, tail) = x.split_at_mut(inside);
+        own.iter_mut().enumerate().for_each(|(lane, x)| *x = at(start + lane));
+        // Small vocabularies have long tails: nothing is asked of their lanes one by one.
+        match () {
+            () if self.has(Bug::TailZeroPadded) => tail.fill(0.0),
+            () if self.has(Bug::TailNanPadded) => tail.fill(f32::NAN),
+            () if self.has(Bug::TailReadsNextRow) => {
+                tail.iter_mut().enumerate().for_each(|(lane, x)| *x = at(start + inside + lane));
+            }
+            () if self.has(Bug::TailRepeatsLastColumn) => tail.iter_mut().for_each(|x| *x = at(columns.end - 1)),
+            () => {}
+        }
         if self.has(Bug::FirstColumnSkipped) && start == 0 {
             x[0] = f32::NEG_INFINITY;
         }

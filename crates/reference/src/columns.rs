@@ -1,12 +1,15 @@
 //! [`TokenColumns`]: the softmaxes of one token over the vocabulary.
 
-use super::logits_transform::TransformedLogits;
+use super::logits_transform::{TransformedLogits, divided};
 use super::{ScaledSoftmax, Token};
 use assay_core::spec::SoftmaxRange;
 
 /// The transformed logits and the softmaxes of one token, over all vocabulary entries or a range of them.
 pub struct TokenColumns {
-    scaled: TransformedLogits,
+    first: usize,
+    /// The transformed logits; `None` if they equal `z` of the softmax of logp.
+    logits: Option<Vec<f64>>,
+    slopes: Option<Vec<f64>>,
     logp: SoftmaxColumns,
     /// The softmax of the entropy; `None` if it equals that of logp.
     entropy: Option<SoftmaxColumns>,
@@ -23,41 +26,44 @@ pub struct SoftmaxColumns {
 }
 
 impl SoftmaxColumns {
-    fn new(softmax: &ScaledSoftmax, logits: &[f64]) -> Self {
-        let z: Vec<f64> = logits.iter().map(|h| h / softmax.divisor).collect();
-        let probabilities = z.iter().map(|&z| softmax.stats.probability(z)).collect();
+    fn new(softmax: &ScaledSoftmax, logits: Vec<f64>) -> Self {
+        let z = divided(logits, softmax.divisor);
+        let probabilities = softmax.stats.probabilities(&z);
         Self { z, probabilities }
     }
 }
 
 impl TokenColumns {
     pub(super) fn new(scaled: TransformedLogits, token: &Token) -> Self {
-        let over = |softmax: &ScaledSoftmax| {
-            let logits = match (softmax.range, &scaled.over_vocabulary) {
+        let TransformedLogits { first, logits, over_vocabulary, slopes } = scaled;
+        let another = |softmax: &ScaledSoftmax| {
+            let logits = match (softmax.range, &over_vocabulary) {
                 (SoftmaxRange::Vocabulary, Some(logits)) => logits,
-                _ => &scaled.logits,
+                _ => &logits,
             };
-            SoftmaxColumns::new(softmax, logits)
+            (!softmax.is_same_function(&token.logp_softmax)).then(|| SoftmaxColumns::new(softmax, logits.clone()))
         };
-        let logp = &token.logp_softmax;
-        let another = |softmax: &ScaledSoftmax| (!softmax.is_same_function(logp)).then(|| over(softmax));
-        Self { logp: over(logp), entropy: another(&token.entropy_softmax), kl: another(&token.kl_softmax), scaled }
+        let (entropy, kl) = (another(&token.entropy_softmax), another(&token.kl_softmax));
+        // The softmax of logp takes the logits over, as most often nothing divides them.
+        let kept_logits = (token.logp_softmax.divisor != 1.0).then(|| logits.clone());
+        let logp = SoftmaxColumns::new(&token.logp_softmax, logits);
+        Self { first, logits: kept_logits, slopes, logp, entropy, kl }
     }
 
     /// Returns the first vocabulary entry of the range.
     pub fn first(&self) -> usize {
-        self.scaled.first
+        self.first
     }
 
     /// Returns the transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the
     /// support and the token's kept set.
     pub fn logits(&self) -> &[f64] {
-        &self.scaled.logits
+        self.logits.as_ref().unwrap_or(&self.logp.z)
     }
 
     /// Returns the derivatives `∂h_j/∂x_j`; `None` if all are 1.
     pub fn slopes(&self) -> Option<&[f64]> {
-        self.scaled.slopes.as_deref()
+        self.slopes.as_deref()
     }
 
     /// Returns the index of `id` in the range; `None` if it is outside.

@@ -48,12 +48,22 @@ pub(super) fn dlogits_row(
     let kl = &columns.kl().probabilities;
     let y = columns.place_of(of_kl.id);
     let kl_grad = |j: usize| if y == Some(j) { on_own(of_kl) } else { elsewhere(of_kl.grad, kl[j]) };
-    let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / token.temperature() };
+    // A quotient by 1 is the number itself, and takes as long as any other.
+    let temperature = token.temperature();
+    let divided = |dx: f64| if temperature == 1.0 { dx } else { dx / temperature };
+    let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { divided(dx) };
     let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.logp().probabilities, columns.entropy());
-    let column = |(j, (&p, (&z, &q))): (usize, (&f64, (&f64, &f64)))| {
-        scaled(elsewhere(sum, p) + kl_grad(j) + entropy_grad(z, q))
-    };
-    let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).enumerate().map(column).collect();
+    // Term by term, and a term that is 0 everywhere is left out: a loop without a branch is vectorized.
+    let mut dlogits: Vec<f64> = p.iter().map(|&p| elsewhere(sum, p)).collect();
+    if of_kl.grad != 0.0 {
+        dlogits.iter_mut().enumerate().for_each(|(j, dx)| *dx += kl_grad(j));
+    }
+    if grad_entropy != 0.0 {
+        dlogits.iter_mut().zip(z.iter().zip(q)).for_each(|(dx, (&z, &q))| *dx += entropy_grad(z, q));
+    }
+    for dx in &mut dlogits {
+        *dx = scaled(*dx);
+    }
     // On an id's column its own logp has 1 − p_y instead; an id may occur several times.
     for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
         let of_logp =

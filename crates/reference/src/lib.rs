@@ -8,6 +8,7 @@
 //! result contains the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay correct.
 
 mod columns;
+mod exponential;
 mod gradient;
 mod kl;
 mod lm_head;
@@ -43,7 +44,7 @@ use assay_core::spec::{
     TemperatureDivides,
 };
 use gradient::LogpGradient;
-use logits_transform::TransformedLogits;
+use logits_transform::{TransformedLogits, divided};
 use rollout::Corrections;
 use selection::Sample;
 
@@ -294,7 +295,6 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
     let TransformedLogits { logits, over_vocabulary, .. } =
         TransformedLogits::new(spec, problem, at, id, 0..problem.shape().vocab);
     let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, range: SoftmaxRange::Set, stats: Softmax::new(z) };
-    let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
     let temperature = problem.tokens().temperature(spec, at);
     // One softmax serves both outputs unless the temperature divides the log-probability.

@@ -1,5 +1,6 @@
 //! The softmax of one row of logits, its log-probabilities and its entropy.
 
+use super::exponential::exponential;
 use super::sum::Sum;
 
 /// Softmax statistics of a row `z[0..V]` of scaled logits.
@@ -34,8 +35,7 @@ pub struct Softmax {
     pub mean_square_gap: f64,
 }
 
-/// The number of exponentials that are computed before they are added: a call between two additions would force the
-/// sums out of registers.
+/// The number of exponentials that are computed before they are added: few enough to stay in a cache.
 const AT_ONCE: usize = 512;
 
 impl Softmax {
@@ -52,22 +52,30 @@ impl Softmax {
         }
         // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
         // small the rest is.
-        let [mut rest, mut weighted_gaps] = [Sum::default(); 2];
+        let peak = z.iter().position(|&x| x == max);
+        // The sums Σ e_j and Σ e_j·a_j, added side by side as one vector.
+        let mut sums = [Sum::default(); 2];
         // Used for limits only and not for a value: a plain sum suffices.
         let mut weighted_squares = 0.0;
-        let mut peak_seen = false;
-        for z in z.chunks(AT_ONCE) {
-            let exponentials: Vec<(f64, f64)> = z.iter().map(|x| max - x).map(|gap| (gap, (-gap).exp())).collect();
-            for (gap, e) in exponentials {
-                if gap == 0.0 && !peak_seen {
-                    peak_seen = true;
-                } else if e > 0.0 {
-                    rest.add(e);
-                    weighted_gaps.add(e * gap);
-                    weighted_squares += e * gap * gap;
+        let [mut gaps, mut exponentials] = [[0.0; AT_ONCE]; 2];
+        for (chunk, z) in z.chunks(AT_ONCE).enumerate() {
+            for ((gap, e), x) in gaps.iter_mut().zip(&mut exponentials).zip(z) {
+                *gap = max - x;
+                *e = exponential(-*gap);
+            }
+            if let Some(e) = peak.and_then(|peak| exponentials.get_mut(peak.checked_sub(chunk * AT_ONCE)?)) {
+                *e = 0.0;
+            }
+            for (&gap, &e) in gaps[..z.len()].iter().zip(&exponentials) {
+                // The gap of a logit of −∞ is ∞, whose product with 0 would be NaN.
+                let gap = if e > 0.0 { gap } else { 0.0 };
+                for (sum, term) in sums.iter_mut().zip([e, e * gap]) {
+                    sum.add(term);
                 }
+                weighted_squares += e * gap * gap;
             }
         }
+        let [rest, weighted_gaps] = sums;
         let rest = rest.value();
         let sum = 1.0 + rest;
         Self {
@@ -82,7 +90,17 @@ impl Softmax {
 
     /// Returns the probability `p = exp(z − m) / S` of the logit `z`.
     pub fn probability(&self, z: f64) -> f64 {
-        (z - self.max).exp() / self.sum
+        exponential(z - self.max) / self.sum
+    }
+
+    /// Returns [`probability`](Self::probability) of each of the logits `z`.
+    pub(super) fn probabilities(&self, z: &[f64]) -> Vec<f64> {
+        // In two loops, of which the second divides several numbers at once.
+        let mut probabilities: Vec<f64> = z.iter().map(|z| exponential(z - self.max)).collect();
+        for p in &mut probabilities {
+            *p /= self.sum;
+        }
+        probabilities
     }
 
     /// Returns the log-probability `log p = −a − ln S` of the logit `z`, nats.
@@ -94,7 +112,7 @@ impl Softmax {
     /// correct to the last bits even if `p_y` rounds to 1. `S` is 1, from one maximal entry, plus the rest. If `y` is
     /// maximal, the rest is the sum of the others; if not, `rest − e_y` subtracts nothing from the 1.
     pub fn probability_of_others(&self, z: f64) -> f64 {
-        let others = if z == self.max { self.rest } else { 1.0 + (self.rest - (z - self.max).exp()) };
+        let others = if z == self.max { self.rest } else { 1.0 + (self.rest - exponential(z - self.max)) };
         others / self.sum
     }
 

@@ -75,3 +75,14 @@ impl TransformedLogits {
         Self { first, logits, over_vocabulary, slopes }
     }
 }
+
+/// Returns the quotients of `logits` by `divisor`.
+pub(super) fn divided(mut logits: Vec<f64>, divisor: f64) -> Vec<f64> {
+    // Most often the temperature is 1. A quotient by 1 is the logit itself, and takes as long as any other.
+    if divisor != 1.0 {
+        for h in &mut logits {
+            *h /= divisor;
+        }
+    }
+    logits
+}

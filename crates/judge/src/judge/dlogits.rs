@@ -17,8 +17,8 @@ use assay_reference::{Reference, TokenColumns};
 /// The ways in which dlogits are compared, in the order of [`RowTallies::into_tallies`].
 pub(super) const DLOGITS_MODELS: [Model; 3] = [Model::Elementwise, Model::RowL2, Model::RowSum];
 
-/// The vocabulary entries that are judged at once: few enough to stay in a cache.
-const AT_ONCE: usize = 4096;
+/// The vocabulary entries that are judged at once: few enough that a dozen numbers for each stay in a core's own cache.
+const AT_ONCE: usize = 1024;
 
 /// The tallies of one token's dlogits under its three gates.
 #[derive(Default)]
@@ -88,7 +88,7 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
                 if unlimited || reported_elsewhere || !y.is_finite() {
                     sums.elements.report(at(v));
                     // A norm or a sum with such an element has no value: NaN marks it as not compared.
-                    sums.error = f64::NAN;
+                    sums.plain[0] = f64::NAN;
                 } else {
                     sums.elements.compare(at(v), x, y, kappa, allowed.at(v), stored.given);
                 }
@@ -104,22 +104,23 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
     /// Returns the largest errors allowed for some vocabulary entries.
     fn limits(&self, exact: &[f64], bounds: &ColumnErrors) -> Vec<f64> {
         let Allowances { rounding, unit, scale, floor } = self.stored.allowances(exact, bounds);
-        let parts = rounding.iter().zip(&scale).zip(&floor);
+        let parts = rounding.iter().zip(&scale).zip(&*floor);
         parts.map(|((rounding, scale), floor)| rounding + self.kappa * unit * scale + floor).collect()
     }
 
     /// Compares norm and sum of the row, once all its vocabulary entries are in `sums`.
     fn finish(&self, sums: RowSums) -> RowTallies {
         let mut row = RowTallies { elements: sums.elements, ..RowTallies::default() };
-        if sums.error.is_finite() {
+        let [error, rounding, scale, floor] = sums.plain;
+        if error.is_finite() {
             // A norm of a sum is at most the sum of the norms: ‖error‖ ≤ ‖½ulp‖ + κu‖scale‖ + ‖floor‖, so each part is
             // summed in squares by itself. The row's error is compared with an exact value of 0.
             let at = self.token.at();
             let allowance = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
-            let l2 = allowance(sums.rounding2.sqrt(), sums.scale2.sqrt(), sums.floor2.sqrt());
-            row.l2.compare(at, 0.0, sums.error2.sqrt(), self.kappa, l2, Dtype::F64);
-            let sum = allowance(sums.rounding, sums.scale, sums.floor);
-            row.sum.compare(at, 0.0, sums.error, self.kappa, sum, Dtype::F64);
+            let [norm_of_error, norm_of_rounding, norm_of_scale, norm_of_floor] = sums.squares.map(f64::sqrt);
+            let l2 = allowance(norm_of_rounding, norm_of_scale, norm_of_floor);
+            row.l2.compare(at, 0.0, norm_of_error, self.kappa, l2, Dtype::F64);
+            row.sum.compare(at, 0.0, error, self.kappa, allowance(rounding, scale, floor), Dtype::F64);
         } else {
             (row.l2.not_compared, row.sum.not_compared) = (1, 1);
         }
@@ -131,34 +132,47 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
 #[derive(Clone, Default)]
 struct RowSums {
     elements: Tally,
-    error: f64,
-    rounding: f64,
-    scale: f64,
-    floor: f64,
-    error2: f64,
-    rounding2: f64,
-    scale2: f64,
-    floor2: f64,
+    plain: RowParts,
+    squares: RowParts,
 }
+
+/// The error of a value and the parts of its limit, or sums of them: error, rounding, scale, floor.
+///
+/// An array, so that the four are added as vectors: a row has a million of them, each sum in the order of the vocabulary.
+type RowParts = [f64; 4];
 
 impl RowSums {
     /// Adds vocabulary entries; `targets` are the places of the token's ids among them.
     fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
-        let allowances = allowed.rounding.iter().zip(&allowed.scale).zip(&allowed.floor);
-        for (v, ((x, y), ((&rounding, &scale), &floor))) in exact.iter().zip(actual).zip(allowances).enumerate() {
-            let error = y - x;
-            self.error += error;
-            self.rounding += rounding;
-            self.scale += scale;
-            self.floor += floor;
-            // The norm leaves the token's ids out: the limit of a target is about G, of another column p_j·G, and the
-            // one would hide the errors of all others.
-            let square = |x: f64| if targets.contains(&v) { 0.0 } else { x * x };
-            self.error2 += square(error);
-            self.rounding2 += square(rounding);
-            self.scale2 += square(scale);
-            self.floor2 += square(floor);
+        // The norm leaves the token's ids out: the limit of a target is about G, of another column p_j·G, and the
+        // one would hide the errors of all others. Nearly all blocks have no id that is looked for.
+        if targets.is_empty() {
+            self.add_each(exact, actual, allowed, |_| true);
+        } else {
+            self.add_each(exact, actual, allowed, |v| !targets.contains(&v));
         }
+    }
+
+    /// Adds vocabulary entries, of which the norm has those that `in_norm` is true of.
+    #[inline]
+    fn add_each(
+        &mut self,
+        exact: &[f64],
+        actual: &[f64],
+        Allowances { rounding, scale, floor, .. }: &Allowances,
+        in_norm: impl Fn(usize) -> bool,
+    ) {
+        // Copies, which stay in registers.
+        let (mut plain, mut squares) = (self.plain, self.squares);
+        let allowances = rounding.iter().zip(scale).zip(&**floor);
+        for (v, ((x, y), ((&rounding, &scale), &floor))) in exact.iter().zip(actual).zip(allowances).enumerate() {
+            let parts = [y - x, rounding, scale, floor];
+            plain.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+            if in_norm(v) {
+                squares.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part * part);
+            }
+        }
+        (self.plain, self.squares) = (plain, squares);
     }
 }
 

@@ -1,5 +1,6 @@
 //! [`GateTallies`]: the comparisons of one candidate, tallied by gate, and the dtypes that set each rounding.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::token::{JudgedToken, shared_edge};
@@ -52,13 +53,13 @@ impl StoredDtype {
     }
 
     /// Combines rounding, scale and floor of each vocabulary entry, as [`allowance`](Self::allowance) does for one value.
-    pub(crate) fn allowances(self, expected: &[f64], bounds: &ColumnErrors) -> Allowances {
+    pub(crate) fn allowances<'b>(self, expected: &[f64], bounds: &'b ColumnErrors) -> Allowances<'b> {
         let smallest = self.smallest();
         Allowances {
             rounding: self.roundings(expected.iter().copied()),
             unit: U,
             scale: bounds.scale.iter().map(|scale| scale.max(smallest)).collect(),
-            floor: bounds.floor.clone(),
+            floor: Cow::Borrowed(&bounds.floor),
         }
     }
 

@@ -65,7 +65,7 @@ impl GradientGates {
         let unit = 1.0 / kappa;
         // The value of another branch may be larger, and is rounded at its own size.
         let rounding = stored.roundings(exact.iter().zip(limits).map(|(x, limit)| x.abs() + limit));
-        let own = Allowances { rounding, unit, scale: limits.to_vec(), floor: vec![FLUSHED; exact.len()] };
+        let own = Allowances { rounding, unit, scale: limits.to_vec(), floor: vec![FLUSHED; exact.len()].into() };
         let dtype = stored.given;
         let finite = |values: &[f64]| values.iter().all(|x| x.is_finite());
         if [exact, limits, actual].into_iter().all(finite) {

@@ -33,7 +33,7 @@ fn metric_of_many_values_is_that_of_each() {
             let exact: Vec<f64> = (0..places).map(|i| value(i, 2)).collect();
             let actual: Vec<f64> = (0..places).map(|i| exact[i] + 1e-7 * value(i, 3)).collect();
             let size = |base| (0..places).map(|i| value(i, base).abs() * 1e-6).collect::<Vec<f64>>();
-            let against = Allowances { rounding: size(5), unit: 0.5, scale: size(7), floor: size(11) };
+            let against = Allowances { rounding: size(5), unit: 0.5, scale: size(7), floor: size(11).into() };
             let at = |v| Position::column(0, round, v);
             let [mut at_once, mut each] = [(); 2].map(|()| Tally::default());
             at_once.compare_all(at, &exact, &actual, 2.0, &against, dtype);
@@ -51,7 +51,7 @@ fn metric_of_many_values_is_that_of_each() {
     let (exact, mut actual) = ([0.0; 128], [0.0; 128]);
     (actual[0], actual[100]) = (1.0, f64::INFINITY);
     let sizes = |first: f64| [&[first][..], &[1.0; 127]].concat();
-    let against = Allowances { rounding: sizes(0.0), unit: 1.0, scale: sizes(0.0), floor: sizes(0.0) };
+    let against = Allowances { rounding: sizes(0.0), unit: 1.0, scale: sizes(0.0), floor: sizes(0.0).into() };
     let mut tally = Tally::default();
     tally.compare_all(|v| Position::column(0, 0, v), &exact, &actual, 1.0, &against, Dtype::F32);
     assert_eq!(tally.status(), Status::Nonfinite);
