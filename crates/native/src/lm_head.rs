@@ -185,14 +185,14 @@ struct HeadPass<'p> {
 /// product.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadDerivatives {
-    /// Whether dhidden is computed.
+    /// Whether the gradient of the hidden states, `dlogits · lm_headᵀ`, is computed.
     pub hidden: bool,
-    /// Whether `dlm_head` is computed.
+    /// Whether the gradient of the head, `hiddenᵀ · dlogits` over all tokens, is computed.
     pub lm_head: bool,
 }
 
 impl Default for HeadDerivatives {
-    /// Asks for both gradients.
+    /// Asks for the gradients of both the hidden states and the head.
     fn default() -> Self {
         Self { hidden: true, lm_head: true }
     }
