@@ -188,7 +188,8 @@ impl Judgeable for HeadProblem {
             failed(Output::DlmHead).then(|| diagnosis::stored_wider(Output::DlmHead, &gradient.dlm_head)),
         ];
         let of_tokens = diagnosis::diagnose_tokens(reference.on_logits(), outcome, verdicts);
-        let factors = failed(Output::Dhidden).then(|| {
+        // Wrong probabilities make a factor of each token, which is no cause of its own.
+        let factors = (failed(Output::Dhidden) && !failed(Output::Logp)).then(|| {
             let exact = Self::outcome(reference).gradient.dhidden;
             let row = |b, t| (exact.row(b, t), gradient.dhidden.row(b, t));
             diagnosis::diagnose_factors(reference.on_logits(), Output::Dhidden, gradient.dhidden.dtype(), row)

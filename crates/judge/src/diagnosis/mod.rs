@@ -332,7 +332,8 @@ pub(super) fn diagnose_logits(
             if all.is_empty() {
                 all.extend(diagnose_sum_of_gradient(reference, &candidate.gradient));
             }
-            if all.is_empty() {
+            // Wrong probabilities make a factor of each token, which is no cause of its own.
+            if all.is_empty() && !failed(verdicts, Output::Logp) {
                 all.extend(diagnose_factors(reference, Output::Dlogits, dtype, row));
             }
         }

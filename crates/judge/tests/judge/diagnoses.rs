@@ -378,7 +378,11 @@ fn diagnosis_names_a_naive_sum_of_the_gradient_alone() {
     let (shape, dtype) = ([1, 3, 151_936], Dtype::F32);
     let recipe =
         Recipe { shape, dtype, regime: Regime::Small, seed: 3, old_logp_noise_scale: 0.05, masked_garbage: false };
-    let problem = recipe.unmasked_problem(&LossSpec::default()).unwrap();
+    let mut problem = recipe.unmasked_problem(&LossSpec::default()).unwrap();
+    // Of one logit, so that what is lost of each term is lost of all.
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    logits.fill(0.1);
+    logits.slice_mut(ndarray::s![.., .., 0]).fill(0.3);
     let of_sum = |loses: bool| {
         diagnosed(&problem, |candidate, reference| {
             let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("asked for f32") };
