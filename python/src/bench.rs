@@ -14,8 +14,8 @@ use assay::memory::available_host_bytes;
 use assay::report::{self, Input, render};
 use assay::schema::programs::ProgramBench;
 
-/// Draws a problem of `extents`, `[B, T, V]` or `[B, T, H, V]`, in which every token counts. Its frameworks' arrays are on `device`, and with
-/// `inplace` its logits may be written to.
+/// Draws a problem of `extents`, `[B, T, V]` or `[B, T, H, V]`, in which every token counts. Its frameworks' arrays are on
+/// `device`, and with `inplace` its logits may be written to.
 #[pyfunction]
 #[pyo3(signature = (spec, extents, dtype, *, layout, seed, device = None, inplace = false))]
 #[expect(clippy::too_many_arguments, reason = "they are a problem's, each by its name")]

@@ -136,11 +136,11 @@ pub fn time_worker(
     match batch {
         CaseBatch::Generate(recipe) => trial.measure(recipe, progress),
         CaseBatch::GenerateHead(recipe) => trial.measure(recipe, progress),
-        CaseBatch::Fixture(_) => Err(of_a_shape()),
+        CaseBatch::Fixture(_) => Err(recorded_batch()),
     }
 }
 
-fn of_a_shape() -> BenchError {
+fn recorded_batch() -> BenchError {
     let expected = "`generate` or `generate_head`: a bench is of a shape";
     BenchError::Setting { field: "batch".into(), given: "`fixture`", expected }
 }
@@ -180,7 +180,7 @@ pub fn run(
     match &case.batch {
         CaseBatch::Generate(recipe) => measure_timed(case, recipe, options, progress, find),
         CaseBatch::GenerateHead(recipe) => measure_timed(case, recipe, options, progress, find_head),
-        CaseBatch::Fixture(_) => Err(of_a_shape()),
+        CaseBatch::Fixture(_) => Err(recorded_batch()),
     }
 }
 

@@ -18,11 +18,11 @@ use crate::worker::{Worker, WorkerAnswer, WorkerLaunch, WorkerMemory};
 pub struct WorkerTrial<'t> {
     /// The command, as reports name it.
     pub name: String,
-    /// The loss.
+    /// The loss that the worker is asked for.
     pub spec: &'t LossSpec,
-    /// The loss in words.
+    /// The loss in words, as reports have it.
     pub loss: String,
-    /// The process.
+    /// The command that starts the process.
     pub launch: WorkerLaunch,
     /// The number of calls that it times.
     pub calls: usize,

@@ -1,4 +1,4 @@
-//! The gate of memory: what a call takes beside its inputs, and what it leaves behind.
+//! The gate of memory: the peak of a call beyond its inputs, and the bytes that it leaves behind.
 
 use assay_schema::campaign::{CampaignReport, FailureCause, MemoryFinding};
 use assay_schema::number::six;

@@ -62,7 +62,7 @@ pub struct CampaignReport {
     pub memory: Vec<MemoryFinding>,
 }
 
-/// The memory that a call takes on one wide problem, beside the limit that it was given.
+/// The memory that a call takes on one wide problem, and the limit that it was given.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MemoryFinding {
     /// The problem: extents and dtype.

@@ -67,11 +67,11 @@ pub struct BoundTimes {
 /// The times of calls in turns.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CallTimes {
-    /// The number of calls.
+    /// The number of calls that were timed.
     pub calls: usize,
-    /// The median.
+    /// The median of their times.
     pub median: f64,
-    /// The fastest.
+    /// The time of the fastest call.
     pub least: f64,
     /// The time that nine of ten do not exceed.
     pub p90: f64,
@@ -102,13 +102,13 @@ pub struct BenchedProgram {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProgramOutcome {
-    /// Its answers were right, and it was timed.
+    /// All answers of the program were right, and it was timed.
     Timed,
-    /// An answer was wrong.
+    /// One of the answers was wrong, or an input was written to.
     Wrong,
-    /// It raised an error.
+    /// The program raised an error instead of an answer.
     Failed,
-    /// It is not installed, has no such loss, is too slow, or needs more memory than there is.
+    /// The program is not installed, has no such loss, is too slow, or needs more memory than there is.
     Ignored,
 }
 
@@ -166,6 +166,6 @@ pub struct TimeGrowth {
     pub size: String,
     /// The slope: 1 where twice the size takes twice the time.
     pub exponent: f64,
-    /// The number of sizes.
+    /// The number of sizes that the line fits.
     pub sizes: usize,
 }

@@ -81,7 +81,7 @@ struct Request<'r> {
     calls: Option<usize>,
 }
 
-/// What a request has besides its problem.
+/// The parts of a request besides its problem.
 #[derive(Clone, Copy, Default)]
 struct RequestExtras<'r> {
     shard: Option<&'r RankShard>,
@@ -254,7 +254,7 @@ impl Worker {
     /// times nothing.
     ///
     /// # Errors
-    /// As [`Worker::ask`]; [`WorkerError::Protocol`] for a time that is none.
+    /// As [`Worker::ask`]; [`WorkerError::Protocol`] for a time that no call can take.
     pub fn time<P: Workload>(
         &mut self,
         spec: &LossSpec,
@@ -267,7 +267,7 @@ impl Worker {
 
     /// Returns the memory of its processes, while it runs; `None` where the system does not tell.
     pub fn memory(&self) -> Option<WorkerMemory> {
-        WorkerMemory::of_group(self.process.as_ref()?.group())
+        WorkerMemory::look_at(self.process.as_ref()?.group())
     }
 
     /// Lets it compute its share of `problem`, with outputs no larger than those of the problem `share`.
@@ -388,8 +388,8 @@ impl Worker {
     }
 }
 
-/// Returns what was expected of a worker's times, if they cannot be those of its calls: of another number than it was asked for, not above 0,
-/// or longer together than the answer was waited for. A worker that times nothing gives none.
+/// Returns the times that were expected, if a worker's cannot be those of its calls: of another number than it was asked for, not
+/// above 0, or longer together than the answer was waited for. A worker that times nothing gives no times.
 fn impossible_times(seconds: &[f64], calls: Option<usize>, waited: f64) -> Option<String> {
     if seconds.is_empty() {
         return None;

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use assay_core::files::read_regular_text;
 use rustix::process::Pid;
 
 /// The memory of all processes of a worker.
@@ -16,7 +17,7 @@ pub struct WorkerMemory {
 
 impl WorkerMemory {
     /// Looks at the processes of `group`, and sets their high-water marks back. `None` if there is no `/proc`, or it refuses.
-    pub(super) fn of_group(group: Pid) -> Option<Self> {
+    pub(super) fn look_at(group: Pid) -> Option<Self> {
         let mut all = Self { held: 0, peak: 0 };
         for entry in fs::read_dir("/proc").ok()?.flatten() {
             let folder = entry.path();
@@ -34,12 +35,16 @@ impl WorkerMemory {
     }
 }
 
+/// The longest file about a process that is read.
+const LONGEST: u64 = 64 << 10;
+
 /// Reads the status of a process, if it is one of `group`.
 fn status_in_group(folder: &Path, group: Pid) -> Option<String> {
-    let stat = fs::read_to_string(folder.join("stat")).ok()?;
+    let read = |name: &str| read_regular_text(&folder.join(name), LONGEST).ok();
+    let stat = read("stat")?;
     // The name, in parentheses, may have spaces; after it come the state, the parent and the group.
     let of = stat.rsplit_once(')')?.1.split_whitespace().nth(2)?;
-    (of == group.as_raw_nonzero().to_string()).then(|| fs::read_to_string(folder.join("status")).ok()).flatten()
+    (of == group.as_raw_nonzero().to_string()).then(|| read("status")).flatten()
 }
 
 fn kibibytes(status: &str, name: &str) -> Option<u64> {

@@ -22,8 +22,8 @@
 //! request  {"id": 7, …, "shard": {"rank": 1, "ranks": 4, "cut": "vocabulary", "start": 250, "end": 500}}
 //! ```
 //!
-//! A bench asks for times with the number of `calls`. The worker calls its kernel once more than that, and says what each call but the first
-//! took, without reading its problem and writing its candidate:
+//! A bench asks for times with the number of `calls`. The worker calls its kernel once more than that, and says how long each
+//! call but the first took, without reading its problem and writing its candidate:
 //!
 //! ```text
 //! request  {"id": 7, …, "calls": 10}
