@@ -118,8 +118,8 @@ def spec(
 
     Args:
         source: The name of a project (trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer,
-            areal, trinity, tinker, fast-llm, torchtitan, axolotl or rl-kernel), the path of a YAML, TOML or JSON file, or nothing if `options` are the fields of a spec. "logp" is not a loss,
-            but logp and entropy (`entropy=False`: logp alone) and their backward pass by given cotangents, the problem's `dlogp` and
+            areal, trinity, tinker, fast-llm, torchtitan, axolotl or rl-kernel), the path of a YAML, TOML or JSON file, or nothing if
+            `options` are the fields of a spec. "logp" is not a loss, but logp and entropy (`entropy=False`: logp alone) and their backward pass by given cotangents, the problem's `dlogp` and
             `dentropy`; its other options are `temperature`, `temperature_divides`, `logits`, `support` and `ids_per_token`, the number of
             ids whose logp is computed for each token.
         function: Which of the project's functions; the usual one if none is given.
