@@ -185,9 +185,9 @@ def bench(
         raise AssayError(f"grade: got {grade!r}, expected 'standard' or 'exact'")
     if type(seed) is not int or not 0 <= seed < 1 << 64:
         raise ProblemError(f"`seed`: got {seed!r}, expected an integer from 0 to 2⁶⁴ − 1")
-    for name, sizes in (("tokens", tokens), ("vocabularies", vocabularies)):
-        if not isinstance(sizes, (list, tuple)) or not all(type(size) is int and 0 < size <= 1 << 31 for size in sizes):
-            raise AssayError(f"{name}: got {sizes!r}, expected a list of sizes, such as [128, 512]")
+    for name, listed in (("tokens", tokens), ("vocabularies", vocabularies)):
+        if not isinstance(listed, (list, tuple)) or not all(type(size) is int and 0 < size <= 1 << 31 for size in listed):
+            raise AssayError(f"{name}: got {listed!r}, expected a list of sizes, such as [128, 512]")
     parsed = _specs.parse(spec, spec_options, bench)
     extents = _extents(shape)
     others = _sizes(extents, tokens, vocabularies)
@@ -216,7 +216,7 @@ def bench(
         return JaxProgram(one, problem, device, inplace) if framework == "jax" else FunctionProgram(one, problem, device)
 
     def drawn(size: Sequence[int]) -> Problem:
-        given = {} if framework is not None else {"device": device, "inplace": inplace}
+        given: dict[str, Any] = {} if framework is not None else {"device": device, "inplace": inplace}
         return _native.unmasked_problem(parsed, list(size), dtype, layout=layout, seed=seed, **given)
 
     def turns(size: Sequence[int], names: Sequence[str], seconds: float) -> Turns:

@@ -178,7 +178,7 @@ def test_an_opponent_that_has_no_such_loss_is_ignored_by_name() -> None:
     found = assay.bench(twice, assay.spec(scale=2.0), against=["jax", "liger", "trl"], **OPTIONS)
     assert found, found
     assert "ignored  jax: the plain loss of opponents has no `scale: 2.0`" in repr(found)
-    capped = {"logits": {"softcap": 20.0}}
+    capped: dict[str, Any] = {"logits": {"softcap": 20.0}}
 
     def of_capped(x: Any) -> Any:
         x.logits = 20.0 * jnp.tanh(x.logits / 20.0)

@@ -137,19 +137,27 @@ fn worker_answer_is_the_candidate_and_leaves_no_file() {
 #[test]
 fn worker_times_its_calls_in_numbers_above_0() {
     let fixture = fixture();
-    let answer = r#"cp "$folder/expected" "$candidate"; printf '{"id":%s,"seconds":[0.25,0.5]}\n' "$id""#;
+    let answer = r#"cp "$folder/expected" "$candidate"; printf '{"id":%s,"seconds":[1e-6,2e-6]}\n' "$id""#;
     let mut worker = fixture.start(&format!("{HELLO}; {READ}{answer}"));
     let (answer, seconds) = worker.time(&LossSpec::default(), &fixture.problem, 2).unwrap();
     assert!(matches!(answer, WorkerAnswer::Candidate(_)));
-    assert_eq!(seconds, [0.25, 0.5]);
+    assert_eq!(seconds, [1e-6, 2e-6]);
     // The request says how many calls are asked for.
     let said = r#"case "$line" in *'"calls":7'*) echo "{\"id\":$id,\"error\":\"seven\"}";; *) exit 3;; esac"#;
     let mut worker = fixture.start(&format!("{HELLO}; {READ}{said}"));
     let error = worker.time(&LossSpec::default(), &fixture.problem, 7).map(|_| ()).expect_err("it says so");
     assert!(error.to_string().contains("seven"), "{error}");
-    for seconds in ["[0.0]", "[-1.0]", "[1e-3,0]"] {
-        let message = fixture.message(&format!(r#"printf '{{"id":%s,"seconds":{seconds}}}\n' "$id""#));
-        expect_in(&message, &["seconds: got", "expected numbers of seconds above 0"]);
+    for (seconds, expected) in [
+        ("[1e-6,0]", "expected numbers of seconds above 0"),
+        ("[1e-6,-1e-6]", "expected numbers of seconds above 0"),
+        ("[1e-6]", "expected 2 times"),
+        ("[1e-6,1e-6,1e-6]", "expected 2 times"),
+        // Milliseconds, say: longer than the answer was waited for.
+        ("[1e-6,9.0]", "expected at most 0."),
+    ] {
+        let script = format!(r#"{HELLO}; {READ}printf '{{"id":%s,"seconds":{seconds}}}\n' "$id""#);
+        let answer = fixture.start(&script).time(&LossSpec::default(), &fixture.problem, 2);
+        expect_in(&answer.map(|_| ()).expect_err(seconds).to_string(), &["seconds: got", expected]);
     }
 }
 
