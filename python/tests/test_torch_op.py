@@ -419,7 +419,9 @@ def test_a_projects_loss_reads_the_arrays_that_it_is_given() -> None:
         return float(assay.torch.grpo_loss(problem.torch().logits, **{**arguments, **others}, spec=project).loss)
 
     weights = torch.linspace(1.0, 2.0, arguments["ids"].numel()).reshape(arguments["ids"].shape)
-    assert loss("prime-rl", token_weights=weights) != loss("prime-rl", token_weights=torch.ones_like(weights))
+    # prime-rl divides by the sum of all weights, which its trainer gives.
+    equal = loss("prime-rl", token_weights=torch.ones_like(weights), rl_scale=8.0)
+    assert loss("prime-rl", token_weights=weights, rl_scale=8.0) != equal
     by_token = torch.outer(arguments["advantages"], torch.ones(weights.shape[1]))
     assert loss("trl", advantages=by_token) == loss("trl") != loss("trl", advantages=by_token * weights)
     of_sampler = loss("trl", use_vllm=True, rollout_weights=torch.ones_like(weights))
