@@ -88,15 +88,20 @@ def record(folder: Path, assay_command: str, judge_time: str | None) -> None:
         (folder / "judge_time.txt").write_text(ran.stdout)
 
 
+def timed(table: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+    """The programs of a table that were timed, each with the median of their bound, in seconds."""
+    if table["bound"]:
+        bound = table["bound"]["times"]["median"]
+        yield from ((program, bound) for program in table["programs"] if program.get("times"))
+
+
 def ratios(folder: Path) -> Iterator[tuple[str, float]]:
     """What was timed, each over its bound or opponent in the same turns."""
     for path in sorted(folder.glob("*.json")):
         table = json.loads(path.read_text())
         if "programs" in table:
-            bound = table["bound"]["times"]["median"] if table["bound"] else None
-            for program in table["programs"]:
-                if bound and program.get("times"):
-                    yield f"{path.stem}: {program['name']}", program["times"]["median"] / bound
+            for program, bound in timed(table):
+                yield f"{path.stem}: {program['name']}", program["times"]["median"] / bound
         else:
             for key, value in table.items():
                 if key.startswith("ratio_to_"):
@@ -124,14 +129,12 @@ def tables(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.json")):
         table = json.loads(path.read_text())
         if "programs" in table:
-            bound = table["bound"]["times"]["median"] if table["bound"] else None
-            for program in table["programs"]:
-                if bound and program.get("times"):
-                    median, memory = program["times"]["median"], program.get("memory")
-                    held = f"{memory['peak'] / table['logits_bytes']:.2f}" if memory else "–"
-                    yield f"| {path.stem}: {program['name']} | {median * 1e3:.1f} | {median / bound:.2f} | {held} |"
-            if bound:
-                yield f"| {path.stem}: {table['bound']['name']} | {bound * 1e3:.1f} | 1 | – |"
+            for program, bound in timed(table):
+                median, memory = program["times"]["median"], program.get("memory")
+                held = f"{memory['peak'] / table['logits_bytes']:.2f}" if memory else "–"
+                yield f"| {path.stem}: {program['name']} | {median * 1e3:.1f} | {median / bound:.2f} | {held} |"
+            if table["bound"]:
+                yield f"| {path.stem}: {table['bound']['name']} | {table['bound']['times']['median'] * 1e3:.1f} | 1 | – |"
         else:
             told = ", ".join(f"{table[key]:.3f} ({key[len('ratio_to_') :]})" for key in table if key.startswith("ratio_to_"))
             yield f"| {path.stem}: {table['impl']} | {table['step_s_p50'] * 1e3:.1f} | {told} | – |"

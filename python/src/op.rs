@@ -401,8 +401,8 @@ pub(crate) fn op_head_gather_logp(
     forward.map(logps)
 }
 
-/// Computes the gradients of the log-probabilities by the hidden states, in their dtype, and by the head, in f32: those
-/// of the two that are `asked` for.
+/// Computes the gradients of the log-probabilities by the hidden states, in their dtype, and by the head, in f32; if each is
+/// `asked` for.
 #[pyfunction]
 pub(crate) fn op_head_gather_logp_gradient(
     py: Python<'_>,
@@ -438,7 +438,7 @@ pub(crate) fn op_head_loss(
 }
 
 /// Computes the loss of the logits `hidden · lm_headᵀ`, and the gradients of `loss` times it by the hidden states, in
-/// their dtype, and by the head, in f32: those of the two that are `asked` for. Their bits are those of
+/// their dtype, and by the head, in f32, if each is `asked` for. Their bits are those of
 /// [`op_head_loss`] and [`op_head_gradient`].
 #[pyfunction]
 pub(crate) fn op_head_loss_and_gradient(

@@ -290,6 +290,24 @@ def test_every_opponent_of_jax_is_right(options: dict[str, Any]) -> None:
         assert set(found.values()) == {"timed"}, found
 
 
+def test_a_program_that_writes_to_its_inputs_is_wrong_and_harms_no_other() -> None:
+    torch = pytest.importorskip("torch")
+
+    def plain(x: Any) -> Any:
+        logp = x.logits.log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]
+        ratio, advantages = (logp - x.old_logp).exp(), x.advantages[:, None]
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / x.mask.sum()
+
+    def doubles(x: Any) -> Any:
+        loss = plain(x)
+        x.advantages.mul_(2)
+        return loss
+
+    asked = {**OPTIONS, "framework": "torch", "memory": False}
+    found = outcomes(assay.bench(doubles, "trl", against=[plain], **asked))
+    assert found["plain"] == "timed" and found["doubles"].startswith("wrong"), found
+
+
 def test_every_opponent_of_torch_is_right() -> None:
     torch = pytest.importorskip("torch")
 

@@ -48,7 +48,7 @@ impl WorkerTrial<'_> {
         let mut worker = Worker::start(launch)?;
         let device = worker.hello().about.clone().unwrap_or_else(|| "its own process".into());
 
-        // Its memory is that beyond what it holds before its first call: what it keeps from then on is a part of it.
+        // The look before the first call makes a workspace that the kernel keeps from then on a part of its memory.
         let before = worker.memory();
         progress(BenchProgress::Doing("judging"));
         let mut program = BenchedProgram { name: name.clone(), ..untimed() };
@@ -80,7 +80,7 @@ impl WorkerTrial<'_> {
                 program.times = Some(spread(&mut seconds));
                 let inputs = recipe.input_bytes() as u64;
                 let held = |(before, after): (WorkerMemory, WorkerMemory)| {
-                    // What it reads of its problem is no part of the call, as far as that is known.
+                    // The worker reads its problem within the call: an array of its size is an input, and left out.
                     let peak = after.peak.saturating_sub(before.held).saturating_sub(inputs);
                     CallMemory { forward: None, backward: None, peak, kept: None, leaked: None }
                 };

@@ -318,19 +318,10 @@ fn draft<P: Subject>(
         cases: bucket.cases,
         first: with_way(bucket.first.clone()),
         problem: with_way(words(&*problem)),
-        sentence: String::new(),
         worst: bucket.worst.as_ref().map(|(worst, problem)| worst_problem(&kind, worst, problem)),
-        picture: None,
-        values: None,
-        in_common: None,
-        like: Vec::new(),
-        diagnoses: Vec::new(),
-        computes: Vec::new(),
-        computes_one_of: false,
-        verdict: None,
         fault: fault.as_ref().map(ToString::to_string),
         signal: fault.as_ref().and_then(Fault::signal),
-        repro: None,
+        ..schema::FailureCause::default()
     };
     if shrinks {
         cause.values = problem.values_in_words(&campaign.spec);

@@ -45,18 +45,7 @@ pub fn add_memory(report: &mut CampaignReport, found: Vec<MemoryFinding>, allow:
             cases: failed.len() as u64,
             first: failed[0].0.problem.clone(),
             problem: worst.problem.clone(),
-            worst: None,
-            picture: None,
-            values: None,
-            in_common: None,
-            like: Vec::new(),
-            diagnoses: Vec::new(),
-            computes: Vec::new(),
-            computes_one_of: false,
-            verdict: None,
-            fault: None,
-            signal: None,
-            repro: None,
+            ..FailureCause::default()
         };
         if allow.iter().any(|name| is_called(&cause, name)) {
             report.allowed.push(cause);

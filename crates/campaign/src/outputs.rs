@@ -22,6 +22,6 @@ pub(crate) fn values<G: Gradient>(candidate: &Candidate<G>, gate: Gate) -> Vec<f
 
 /// Lists the numbers of an array in row-major order.
 fn list<D: Dimension>(array: &FloatView<D>) -> Vec<f64> {
-    // By reference: where an array gives its numbers away, it looks for each of them by its indices.
+    // Iterating over a reference walks the memory; an array of unknown rank that is consumed looks each number up by its indices.
     array.to_f64().iter().copied().collect()
 }

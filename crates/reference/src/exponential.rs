@@ -72,7 +72,7 @@ const fn powers() -> [[f64; 2]; STEPS] {
 /// Returns the product of two numbers in units of `2^-127`, rounded down by less than four units.
 const fn product(a: u128, b: u128) -> u128 {
     let low = u64::MAX as u128;
-    // Of the four products of halves, that of the lower ones is less than a unit.
+    // The product of the two lower halves is less than a unit, and is left out of the four.
     let crossed = (((a >> 64) * (b & low)) >> 1) + (((a & low) * (b >> 64)) >> 1);
     ((a >> 64) * (b >> 64) + (crossed >> 63)) << 1
 }

@@ -74,7 +74,7 @@ const KINDS: [(&str, &str, &str, Parse); 12] = [
     ("files", "peers", "Recorded runs of others", parse::<PeersReport>),
     ("arms", "ab", "Kernel off and on", parse::<AbComparison>),
     ("causes", "check", "Campaign", parse::<CampaignReport>),
-    ("programs", "assay.bench", "Programs side by side", parse::<ProgramBench>),
+    ("programs", "bench --exec", "Programs side by side", parse::<ProgramBench>),
     ("agrees", "compare-logp", "Trainer and sampler", parse::<LogpAgreement>),
 ];
 

@@ -80,7 +80,7 @@ pub struct MemoryFinding {
 }
 
 /// Failures that are explained alike.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FailureCause {
     /// The gate that failed, or the name of the kernel's fault, such as a crash.
     pub gate: String,

@@ -187,8 +187,8 @@ pub(super) fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, 
     all
 }
 
-/// Diagnoses a sum of exponentials that is added up one by one, where log-probabilities are right: all probabilities of a row are too large
-/// by what is lost of their sum.
+/// Diagnoses a sum of exponentials that is added up one by one, where log-probabilities are right: a sum that has lost a share of its terms
+/// makes all probabilities of its row too large by one factor.
 pub(super) fn diagnose_sum_of_gradient(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Diagnosis> {
     let (shape, dtype) = (reference.shape(), dlogits.dtype());
     if shape.vocab < LONG_SUM {

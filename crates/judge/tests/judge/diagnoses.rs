@@ -379,7 +379,7 @@ fn diagnosis_names_a_naive_sum_of_the_gradient_alone() {
     let recipe =
         Recipe { shape, dtype, regime: Regime::Small, seed: 3, old_logp_noise_scale: 0.05, masked_garbage: false };
     let mut problem = recipe.unmasked_problem(&LossSpec::default()).unwrap();
-    // Of one logit, so that what is lost of each term is lost of all.
+    // All terms but one are equal, so that each addition loses the same share.
     let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
     logits.fill(0.1);
     logits.slice_mut(ndarray::s![.., .., 0]).fill(0.3);
@@ -389,7 +389,7 @@ fn diagnosis_names_a_naive_sum_of_the_gradient_alone() {
             for t in 0..3 {
                 let (id, factor) = (reference.token(0, t).unwrap().id, factor_of_naive_sum(&problem, (0, t)));
                 for (v, x) in dlogits.slice_mut(ndarray::s![0, t, ..]).iter_mut().enumerate() {
-                    // What is lost of the sum, or as much in every second column alone.
+                    // The factor of a sum that loses terms, on all other entries or on every second one alone.
                     *x *= if v != id && (loses || v % 2 == 0) { factor } else { 1.0 };
                 }
             }

@@ -246,7 +246,7 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
     ]
 }
 
-/// Of ratios within a band and beyond a cap.
+/// Pairs of losses that differ in ratios outside a band or beyond a cap.
 fn bounded_ratios() -> Vec<(&'static str, LossSpec, LossSpec)> {
     let masked = |surrogate| objective(Objective::MaskedRatio(MaskedRatio { lower: 0.8, upper: 1.2, surrogate }));
     let capped = |straight_through| LossSpec {

@@ -3,11 +3,8 @@
 
 use super::loss_type::{ClipNames, LossType, MODES, off_policy_mask, own_means, ratio_level, weights_of_mode};
 use super::options::OptionReader;
-use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made};
-use crate::spec::{
-    AdvantageLevel, Kl, KlEstimator, KlImportance, LossSpec, OutOfBounds, Ratio, RatioLevel, RolloutLevel,
-    RolloutWeights,
-};
+use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made, trl};
+use crate::spec::{AdvantageLevel, LossSpec, OutOfBounds, Ratio, RatioLevel, RolloutLevel, RolloutWeights};
 
 const ASYNC: &str = "AxolotlAsyncGRPOTrainer";
 
@@ -48,7 +45,7 @@ pub(super) fn resolve(
         return Err(reader.refuse("loss_type", "another than vespo, which this trainer does not have"));
     }
     let level = ratio_level(reader)?;
-    let kl = kl(reader)?;
+    let kl = trl::kl(reader, false)?;
     // The mean of LUSPO is over what its terms broadcast to, masked tokens too.
     if loss_type == LossType::Luspo && (level == RatioLevel::Token || kl.is_some()) {
         let expected =
@@ -91,16 +88,6 @@ pub(super) fn resolve(
         );
     }
     Ok(ProjectLoss { spec, known: KNOWN, notes })
-}
-
-fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
-    let beta = reader.number("beta", 0.0)?;
-    if beta == 0.0 {
-        return Ok(None);
-    }
-    let corrected = reader.flag("use_bias_correction_kl", false)?;
-    let importance = if corrected { KlImportance::Ratio } else { KlImportance::One };
-    Ok(Some(Kl { importance, ..Kl::plain(beta, KlEstimator::K3) }))
 }
 
 /// Reads the trainer's own weights if the batch has them, else those computed from both log-probabilities.

@@ -75,7 +75,7 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
         rollout: rollout(reader, given, loss_type)?,
         off_policy_mask: off_policy_mask(reader, given)?,
         top_entropy: top_entropy(reader, given, DroppedTerm::PolicyTerm)?,
-        kl: kl(reader)?,
+        kl: kl(reader, true)?,
         // The bonus is divided by the accumulation steps whatever the loss is divided by.
         entropy_coef: bonus * (steps.per_step() / scale),
         reduction: loss_type.reduction(max_completion_length, items),
@@ -241,13 +241,14 @@ fn corrected_by_default(reader: &OptionReader, spec: &LossSpec) -> Option<String
     })
 }
 
-fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
+/// Reads the KL term, which the ratio multiplies if that is asked for, or `corrects` by default.
+pub(super) fn kl(reader: &OptionReader, corrects: bool) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("beta", 0.0)?;
     // TRL does not even compute the reference's log-probabilities then.
     if beta == 0.0 {
         return Ok(None);
     }
-    let corrected = reader.flag("use_bias_correction_kl", true)?;
+    let corrected = reader.flag("use_bias_correction_kl", corrects)?;
     let importance = if corrected { KlImportance::Ratio } else { KlImportance::One };
     Ok(Some(Kl { importance, ..Kl::plain(beta, KlEstimator::K3) }))
 }
