@@ -222,7 +222,7 @@ def bench(
     def turns(size: Sequence[int], names: Sequence[str], seconds: float) -> Turns:
         say(f"assay: {'x'.join(map(str, size))} {dtype}")
         found = Turns(drawn, size, made, device, grade, say)
-        found.judge(names, call_seconds)
+        found.judge(names, call_seconds, memory)
         if names[0] in found.programs:
             found.time(seconds, framework)
             if memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def meter_of(device: str | None, framework: str | None) -> Meter | str:
             meter = _ProcessMeter()
         except OSError:
             return "this system cannot set back a process's high-water mark, as Linux does by /proc/self/clear_refs"
-        if not _gives_back(meter):
+        if not _gives_back(_ProcessMeter):
             return "the allocator of this process keeps what is freed, so that a call seems to need nothing"
         return meter
     if framework == "torch" and str(device).split(":")[0] == "cuda":
@@ -117,15 +118,27 @@ def meter_of(device: str | None, framework: str | None) -> Meter | str:
     return f"nothing sets back the high-water mark of {framework or 'a function'} on {device}"
 
 
-def _gives_back(meter: Meter) -> bool:
+@functools.cache
+def _gives_back(kind: type[Meter]) -> bool:
     """Whether what is freed is no longer held: not with allocators that keep all pages."""
-    size = 16 << 20
+    meter, size = kind(), 16 << 20
     block = bytearray(b"1") * size
     meter.release()
     before = meter.held()
     del block
     meter.release()
     return before - meter.held() > size // 2
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Leaves all objects that are there out of Python's collections: those of a few calls are collected in no time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 _warm: set[str] = set()
@@ -191,16 +204,17 @@ def measure(call: Callable[[], object], meter: Meter, unit: int, calls: int = CA
     Args:
         unit: The size of the logits in bytes.
     """
-    meter.release()
-    before = [meter.held()]
     measured: list[dict[str, int]] = []
-    for _ in range(calls):
-        passes = _Passes(meter)
-        with _measuring(passes):
-            call()
-        measured.append(passes.peaks)
+    with quick_collections():
         meter.release()
-        before.append(meter.held())
+        before = [meter.held()]
+        for _ in range(calls):
+            passes = _Passes(meter)
+            with _measuring(passes):
+                call()
+            measured.append(passes.peaks)
+            meter.release()
+            before.append(meter.held())
     # Other threads only ever add to a peak: the least of the calls is nearest to what the call itself takes.
     least = {name: min(peaks[name] for peaks in measured[1:]) for name in measured[1]}
     leaked = max(min(after - held for held, after in zip(before[1:], before[2:])), 0)

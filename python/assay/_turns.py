@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,18 @@ class Turns:
     def timed(self) -> list[str]:
         return [name for name, one in self.found.items() if one.get("times")]
 
-    def judge(self, names: Sequence[str], call_seconds: float) -> None:
-        """Calls each program for the first times, and keeps those whose answer is right."""
+    def judge(self, names: Sequence[str], call_seconds: float, looks_at_memory: bool) -> None:
+        """Calls each program for the first times, and keeps those whose answer is right: none if the first one's, the kernel's, is not."""
         for name in names:
             self._say(f"assay: judging {name}")
             self.found[name] = {"name": name, "outcome": "timed"}
-            with self._noting(name):
+            with self._noting(name), _memory.quick_collections() if looks_at_memory else nullcontext():
                 program = self._made(name, self._problem)
                 _memory.warm(program.framework)
-                held = _held(program)
+                held = _held(program) if looks_at_memory else 0
                 # The first call may compile, and fills what is kept for later ones.
                 self._once(program)
-                self._kept[name] = max(_held(program) - held, 0)
+                self._kept[name] = max(_held(program) - held, 0) if looks_at_memory else 0
                 judged = program if self._judged is self._problem else self._made(name, self._judged)
                 self._expect_right(judged, self._judged)
                 took = self._once(program)
@@ -99,6 +99,10 @@ class Turns:
                     raise _opponents.NotHere(f"one call took {took:.1f} s, and {call_seconds:g} s are allowed")
                 self.found[name]["grade"] = self._grade
                 self.programs[name] = program
+            if name not in self.programs and name == names[0]:
+                for other in names[1:]:
+                    self.drop(other, "ignored", "nothing is timed beside a kernel that has no time itself")
+                return
 
     def _expect_right(self, program: Program, problem: Problem) -> None:
         """Judges the answer to a call.

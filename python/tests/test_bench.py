@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import assay.jax as assay_jax  # noqa: E402
 
 pytest_plugins = ["pytester"]
-OPTIONS: dict[str, Any] = {"shape": "1x8x1024", "framework": "jax", "seconds": 0.0, "progress": False}
+OPTIONS: dict[str, Any] = {"shape": "1x8x1024", "framework": "jax", "seconds": 0.0, "memory": False, "progress": False}
 
 
 def loss(x: Any) -> Any:
@@ -129,7 +129,7 @@ def test_what_a_program_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             kept.append(bytearray(b"1") * (8 * 131072 * 4))
         return kernels.honest(problem)
 
-    asked = {**OPTIONS, "framework": None, "shape": "1x8x131072", "against": [keeps]}
+    asked = {**OPTIONS, "framework": None, "shape": "1x8x131072", "against": [keeps], "memory": True}
     found = assay.bench(kernels.honest, "trl", **asked)
     memory = {each["name"]: each["memory"]["kept"] for each in json.loads(found.to_json())["programs"]}
     assert memory["honest"] == 0 and memory["keeps"] == pytest.approx(8 * 131072 * 4, rel=0.1)
@@ -285,7 +285,7 @@ def test_every_opponent_of_jax_is_right(options: dict[str, Any]) -> None:
 
     spec = assay.spec(**options)
     for shape in ("1x4x512", "1x4x8x512"):
-        asked = {**OPTIONS, "shape": shape, "against": ["jax", "xla", "assay"], "memory": False}
+        asked = {**OPTIONS, "shape": shape, "against": ["jax", "xla", "assay"]}
         found = outcomes(assay.bench(returns_what_assay_does, spec, **asked))
         assert set(found.values()) == {"timed"}, found
 
@@ -300,12 +300,22 @@ def test_a_program_that_writes_to_its_inputs_is_wrong_and_harms_no_other() -> No
 
     def doubles(x: Any) -> Any:
         loss = plain(x)
-        x.advantages.mul_(2)
+        x.old_logp.data.mul_(2)
         return loss
 
-    asked = {**OPTIONS, "framework": "torch", "memory": False}
+    calls: list[int] = []
+
+    def doubles_at_last(x: Any) -> Any:
+        calls.append(1)
+        # Three calls are judged, five are timed, and the last one is judged again: its answer is right.
+        return doubles(x) if len(calls) == 9 else plain(x)
+
+    asked = {**OPTIONS, "framework": "torch"}
+    found = outcomes(assay.bench(plain, "trl", against=[doubles, doubles_at_last], **asked))
+    assert found["plain"] == "timed" and found["doubles"].startswith("wrong: loss"), found
+    assert found["doubles_at_last"].startswith("wrong: InputMutated: `old_logp`"), found
     found = outcomes(assay.bench(doubles, "trl", against=[plain], **asked))
-    assert found["plain"] == "timed" and found["doubles"].startswith("wrong"), found
+    assert found["doubles"].startswith("wrong") and found["plain"].startswith("ignored: nothing is timed beside"), found
 
 
 def test_every_opponent_of_torch_is_right() -> None:

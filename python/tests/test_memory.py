@@ -131,7 +131,7 @@ def test_a_workspace_that_is_kept_counts() -> None:
 
 
 def test_where_nothing_is_measured_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "_gives_back", lambda meter: False)
+    monkeypatch.setattr(_memory, "_gives_back", lambda kind: False)
     with pytest.raises(
         assay.AssayError, match="memory: got a limit, expected none here: the allocator of this process keeps"
     ):
