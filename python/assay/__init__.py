@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ._bench import bench as bench
     from ._check import check as check
     from ._check import kernel as kernel
+    from ._cross_entropy import check_cross_entropy as check_cross_entropy
     from ._logp import check_invariance as check_invariance
     from ._logp import check_logp as check_logp
     from ._loss import check_loss as check_loss
@@ -81,6 +82,7 @@ __all__ = [
     "__version__",
     "bench",
     "check",
+    "check_cross_entropy",
     "check_invariance",
     "check_logp",
     "check_loss",
@@ -118,7 +120,7 @@ def spec(
 
     Args:
         source: The name of a project (trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer,
-            areal, trinity, tinker, fast-llm, torchtitan, axolotl or rl-kernel), the path of a YAML, TOML or JSON file, or nothing if
+            areal, trinity, tinker, fast-llm, torchtitan, axolotl or rl-kernel) or `cross_entropy`, the path of a YAML, TOML or JSON file, or nothing if
             `options` are the fields of a spec. "logp" is not a loss, but logp and entropy (`entropy=False`: logp alone) and their backward pass by given cotangents, the problem's `dlogp` and
             `dentropy`; its other options are `temperature`, `temperature_divides`, `logits`, `support` and `ids_per_token`, the number of
             ids whose logp is computed for each token.
@@ -237,6 +239,8 @@ def __getattr__(name: str) -> object:
         from . import _check as module
     elif name in ("check_invariance", "check_logp"):
         from . import _logp as module  # type: ignore[no-redef]
+    elif name == "check_cross_entropy":
+        from . import _cross_entropy as module  # type: ignore[no-redef]
     elif name == "check_loss":
         from . import _loss as module  # type: ignore[no-redef]
     elif name in ("Agreement", "compare_logp"):

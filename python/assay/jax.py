@@ -1,4 +1,4 @@
-"""The GRPO loss as one operation of JAX, which computes the gradient together with the loss.
+"""The GRPO loss and the cross-entropy as operations of JAX, which compute the gradient together with the loss.
 
 `grpo_loss` takes logits. Its kernels are those of this project: native on a CPU, Mosaic on a TPU, PTX on an NVIDIA GPU, or
 plain XLA if that is asked for. docs/python.md has more.
@@ -18,6 +18,7 @@ from jax import lax
 
 from . import _jax_rows as rows
 from . import _native, _specs
+from ._jax_cross_entropy import cross_entropy, cross_entropy_of_hidden
 from ._errors import AssayError, ProblemError, SpecError
 from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
@@ -26,6 +27,8 @@ from . import spec as spec_of
 
 __all__ = [
     "GrpoLoss",
+    "cross_entropy",
+    "cross_entropy_of_hidden",
     "gather_logp",
     "grpo_loss",
     "grpo_loss_of_hidden",

@@ -43,6 +43,13 @@ def test_the_example_of_logp_passes_and_what_is_not_upcast_fails() -> None:
     assert not wrong and {cause.gate.split()[0] for cause in wrong.causes} == {"logp", "dlogits"}, wrong
 
 
+def test_the_example_of_a_cross_entropy_trains_alike() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    example = runpy.run_path(str(EXAMPLES / "torch_cross_entropy.py"))
+    assert len(example["ours"]) == len(example["theirs"]) == example["STEPS"]
+    assert example["difference"] < 1e-5
+
+
 def test_the_example_of_logp_with_a_head_passes() -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     scores = runpy.run_path(str(EXAMPLES / "jax_logp.py"))["scores"]

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use assay_core::spec::{LogitsTransform, LossSpec, Objective, RatioLevel};
+use assay_core::spec::{CrossEntropy, LogitsTransform, LossSpec, Objective, RatioLevel};
 
 /// The part of a batch that a kernel sees when it computes a token's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +62,19 @@ impl KernelScope {
             return Err(UnsupportedSetting { field, given, supported: "`selected` given with the batch" });
         }
         unless(spec.top_entropy.is_none(), "top_entropy", &|| written(&spec.top_entropy), TOKENS)?;
+        // The whole row of a cross-entropy's terms is summed by the kernel that is written for any spec.
+        if let Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }) = spec.objective {
+            let native = "0: the row's own terms are the CPU kernel's";
+            let field = "objective.cross_entropy.label_smoothing";
+            unless(
+                self == KernelScope::AnyRow || label_smoothing == 0.0,
+                field,
+                &|| label_smoothing.to_string(),
+                native,
+            )?;
+            let field = "objective.cross_entropy.z_loss";
+            unless(self == KernelScope::AnyRow || z_loss == 0.0, field, &|| z_loss.to_string(), native)?;
+        }
         // A sequence without a token is seen only by kernels that see the whole batch.
         let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
         let native = "false: a row without tokens has no part in a program for devices";

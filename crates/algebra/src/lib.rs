@@ -2,6 +2,7 @@
 //! kernels; and the losses of a batch in f64, which this machine computes around a kernel.
 
 pub mod arithmetic;
+pub mod cross_entropy;
 pub mod family;
 mod kl;
 pub mod loss;

@@ -2,6 +2,7 @@
 //! formulas are those of [`objective`](super::objective).
 
 use super::arithmetic::Immediate;
+use super::cross_entropy::{WholeRow, row_term};
 use super::objective::{LossInputs, TokenArray, TokenArrays, TokenLoss, VESPO_LOG_RATIO, own_slope, token_loss};
 use super::structure::{SpecNumber, SpecNumbers, Structure, TokenInput};
 use super::term::{sum, unless};
@@ -31,6 +32,8 @@ pub struct ScoredToken {
     pub kl_logp: Option<f64>,
     /// Entropy of the token's distribution, nats.
     pub entropy: f64,
+    /// Values of the whole row; `None` unless a cross-entropy has terms that read them.
+    pub row: Option<WholeRow<f64>>,
 }
 
 /// Every result of a token except its dlogits.
@@ -45,6 +48,10 @@ pub struct TokenEvaluation {
     pub grad_logp: f64,
     /// Derivative of the whole loss by the log-probability that the KL penalty alone reads; 0 if it reads `logp`.
     pub grad_kl_logp: f64,
+    /// Derivative of the whole loss by the row's log-sum-exp, besides that through `logp`.
+    pub grad_log_sum_exp: f64,
+    /// Derivative of the whole loss by the mean of the row's logits.
+    pub grad_mean_logit: f64,
     /// Log-probabilities of the token's other ids, nats, if the spec asks for several ids a token.
     pub logp_of_others: Vec<f64>,
 }
@@ -71,7 +78,7 @@ impl TokenEvaluation {
 /// let spec = LossSpec::default();
 /// let evaluator = LossEvaluator::new(&spec, Structure::from_spec(&spec), [1, 1]);
 /// let weighted = WeightedToken { advantage: 2.0, weight: 1.0, kl_share: 1.0, at: (0, 0) };
-/// let score = ScoredToken { weighted, logp: 0.55_f64.ln(), kl_logp: None, entropy: 0.69 };
+/// let score = ScoredToken { weighted, logp: 0.55_f64.ln(), kl_logp: None, entropy: 0.69, row: None };
 /// let old_logp = 0.5_f64.ln();
 /// let tokens = evaluator.evaluate(&[score], |input, _| match input {
 ///     TokenInput::OldLogp => old_logp,
@@ -146,7 +153,7 @@ impl LossEvaluator {
         // The derivative of all losses together by the log-ratio that they share.
         let shared: f64 =
             row.iter().zip(&losses).map(|(token, loss)| token.weighted.weight * loss.by_log_ratio.unwrap_or(0.0)).sum();
-        let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), token)| {
+        let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), mut token)| {
             let &ScoredToken { weighted: WeightedToken { weight, .. }, logp, entropy, .. } = score;
             let grad_kl_logp = weight * token.by_kl_logp.unwrap_or(0.0);
             // The level decides how the derivative by the shared log-ratio reaches a token: as its share of the sum
@@ -158,7 +165,28 @@ impl LossEvaluator {
                 (RatioLevel::SequenceToken, _) => weight * sum(on, token.by_logp, token.by_log_ratio),
                 _ => weight * own_slope(on, &token, inputs),
             };
-            TokenEvaluation { token, logp, entropy, grad_logp, grad_kl_logp, logp_of_others: Vec::new() }
+            // The terms of the row have the token's own weight, as the policy term has.
+            let (mut grad_log_sum_exp, mut grad_mean_logit) = (0.0, 0.0);
+            if let Some(row) = score.row {
+                let own = inputs.arrays.policy_weight.unwrap_or(1.0);
+                if own != 0.0 {
+                    let term = row_term(on, structure, numbers, row);
+                    token.loss += own * term.value;
+                    token.reduced += own * term.value;
+                    grad_log_sum_exp = weight * own * term.by_log_sum_exp;
+                    grad_mean_logit = weight * own * term.by_mean;
+                }
+            }
+            TokenEvaluation {
+                token,
+                logp,
+                entropy,
+                grad_logp,
+                grad_kl_logp,
+                grad_log_sum_exp,
+                grad_mean_logit,
+                logp_of_others: Vec::new(),
+            }
         });
         evaluated.collect()
     }

@@ -90,6 +90,12 @@ named! {
         PositiveWeight = "positive_weight",
         /// TOPR's weight `w₋` of a token that is not positive.
         NegativeWeight = "negative_weight",
+        /// Weight `1 − ε` of the log-probability in a cross-entropy.
+        TargetWeight = "target_weight",
+        /// Share `ε` of the target distribution of a cross-entropy that is uniform.
+        LabelSmoothing = "label_smoothing",
+        /// Factor of the squared log-sum-exp in a cross-entropy.
+        ZLoss = "z_loss",
         /// Upper bound of the ratio that weighs the gradient of a KL estimate.
         KlWeightBound = "kl_weight_bound",
         /// Bound of the absolute log-ratio of each token, or of a sequence's product.
@@ -208,6 +214,11 @@ impl SpecNumber {
             (Objective::TrustRegion(region), SpecNumber::High) => Some(region.high),
             (Objective::TrustRegion(region), SpecNumber::Penalty) => Some(region.penalty),
             (Objective::TrustRegion(region), SpecNumber::Truncate) => region.truncate,
+            (Objective::CrossEntropy(cross_entropy), SpecNumber::TargetWeight) => {
+                Some(1.0 - cross_entropy.label_smoothing)
+            }
+            (Objective::CrossEntropy(cross_entropy), SpecNumber::LabelSmoothing) => Some(cross_entropy.label_smoothing),
+            (Objective::CrossEntropy(cross_entropy), SpecNumber::ZLoss) => Some(cross_entropy.z_loss),
             (Objective::Dro(dro), SpecNumber::Penalty) => Some(dro.beta / 2.0),
             (Objective::KlCov(cov), SpecNumber::Penalty) => Some(cov.coefficient),
             (Objective::Topr(topr), SpecNumber::PositiveWeight) => Some(topr.positive_weight),

@@ -273,16 +273,18 @@ pub(crate) fn token_loss<A: Arithmetic>(
     let zero = on.constant(0.0);
 
     // The ratio, of a log-ratio within the bounds of its level.
+    // The cap is of what the clamp leaves, and the gradient may pass the cap alone.
+    let mut clamped = HeldValue { value: inputs.log_ratio, replaced: None };
+    if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
+        clamped = within(on, clamped.value, numbers.get(SpecNumber::LogRatioClamp));
+    }
     let cap = structure.bounds.cap.then(|| numbers.get(SpecNumber::LogRatioCap));
-    let mut capped = bounded(on, inputs.log_ratio, None, cap);
+    let mut capped = bounded(on, clamped.value, None, cap);
     if structure.bounds.straight_through {
         capped.replaced = None;
     }
-    if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
-        let clamped = within(on, capped.value, numbers.get(SpecNumber::LogRatioClamp));
-        let reasons = [capped.replaced, clamped.replaced].into_iter().flatten();
-        capped = HeldValue { value: clamped.value, replaced: reasons.reduce(|cap, clamp| on.or(cap, clamp)) };
-    }
+    let reasons = [clamped.replaced, capped.replaced].into_iter().flatten();
+    capped.replaced = reasons.reduce(|clamp, cap| on.or(clamp, cap));
     let ratio = on.exp(capped.value);
 
     let policy = PolicyFormula { structure, numbers, inputs, log_ratio: capped.value, ratio }.term(on);

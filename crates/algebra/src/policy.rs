@@ -26,9 +26,12 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
     pub(crate) fn term(&self, on: &mut A) -> LossTerm<A::Value> {
         let zero = on.constant(0.0);
         let surrogate = self.surrogate(on);
-        // Without an advantage there is nothing to learn, even where the ratio overflows.
-        let idle = on.equal(self.inputs.arrays.advantage, zero);
-        let mut term = surrogate.unless(on, idle);
+        // Without an advantage there is nothing to learn, even where the ratio overflows. A cross-entropy has none.
+        let mut term = surrogate;
+        if self.structure.form != ObjectiveForm::CrossEntropy {
+            let idle = on.equal(self.inputs.arrays.advantage, zero);
+            term = term.unless(on, idle);
+        }
         if let Some(penalty) = self.penalty(on) {
             term = term.plus(on, penalty);
         }
@@ -84,6 +87,14 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
             }
             ObjectiveForm::Topr { selected } => self.tapered(on, selected),
             ObjectiveForm::Aspo { selected } => self.upside_down(on, selected),
+            ObjectiveForm::CrossEntropy => {
+                // A target that is uniform altogether leaves nothing of the log-probability, even of one of −∞.
+                let weight = self.number(SpecNumber::TargetWeight);
+                let zero = on.constant(0.0);
+                let uniform = on.equal(weight, zero);
+                let by_logp = on.neg(weight);
+                self.linear(on, by_logp).unless(on, uniform)
+            }
             ObjectiveForm::None => LossTerm { value: on.constant(0.0), by_logp: None, by_log_ratio: None },
         }
     }

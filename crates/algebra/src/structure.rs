@@ -40,6 +40,24 @@ pub struct Structure {
     pub kl_weight: bool,
     /// Whether sequences that are too far from the policy that acted are left out.
     pub off_policy_mask: bool,
+    /// Terms of a cross-entropy that read the whole row.
+    pub row_terms: RowTerms,
+}
+
+/// The terms of a cross-entropy that read the whole row, each if it has a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowTerms {
+    /// Whether the target distribution is uniform in part, so that the mean of all logits is read.
+    pub smoothing: bool,
+    /// Whether the squared log-sum-exp is added.
+    pub z_loss: bool,
+}
+
+impl RowTerms {
+    /// Whether the cross-entropy has one of them.
+    pub fn any(self) -> bool {
+        self.smoothing || self.z_loss
+    }
 }
 
 /// A spec with its structure, which is derived once and handed on.
@@ -108,6 +126,8 @@ pub enum ObjectiveForm {
         /// Whether selected tokens have other bounds of the ratio.
         selected: bool,
     },
+    /// Cross-entropy: `−(1 − ε) · ℓ`, besides the [terms of the row](RowTerms).
+    CrossEntropy,
     /// No policy term at all.
     None,
 }
@@ -314,6 +334,12 @@ impl Structure {
             kl_weight: spec.kl.is_some()
                 && (weighs_kl || drops(&[LossTerms::PolicyAndKl]) || own_weights == Some(LossTerms::PolicyAndKl)),
             off_policy_mask: spec.off_policy_mask.is_some(),
+            row_terms: match &spec.objective {
+                Objective::CrossEntropy(cross_entropy) => {
+                    RowTerms { smoothing: cross_entropy.label_smoothing != 0.0, z_loss: cross_entropy.z_loss != 0.0 }
+                }
+                _ => RowTerms { smoothing: false, z_loss: false },
+            },
         }
     }
 
@@ -337,6 +363,7 @@ impl Structure {
             | ObjectiveForm::MaskedRatio { .. }
             | ObjectiveForm::TrustRegion { .. }
             | ObjectiveForm::Dro
+            | ObjectiveForm::CrossEntropy
             | ObjectiveForm::None => false,
         }
     }
@@ -368,6 +395,7 @@ impl Structure {
             ObjectiveForm::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
             ObjectiveForm::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
             ObjectiveForm::Dro | ObjectiveForm::KlCov => &[N::Penalty],
+            ObjectiveForm::CrossEntropy => &[N::TargetWeight],
             ObjectiveForm::Topr { .. } => &[N::PositiveWeight, N::NegativeWeight, N::High],
             ObjectiveForm::Aspo { selected: false } => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
             ObjectiveForm::Aspo { selected: true } => {
@@ -389,6 +417,8 @@ impl Structure {
             (kl.is_some_and(|kl| kl.difference_clamp), N::KlDifferenceClamp),
             (kl.is_some_and(|kl| kl.value_clamp.is_some()), N::KlValueClamp),
             (kl.is_some_and(|kl| kl.slope == KlSlope::K2Weighted), N::KlWeightBound),
+            (self.row_terms.smoothing, N::LabelSmoothing),
+            (self.row_terms.z_loss, N::ZLoss),
         ];
         let of_form = of_form.iter().copied();
         of_form.chain(optional.into_iter().filter_map(|(read, number)| read.then_some(number))).collect()
@@ -485,6 +515,7 @@ impl ObjectiveForm {
             Objective::KlCov(_) => ObjectiveForm::KlCov,
             Objective::Topr(topr) => ObjectiveForm::Topr { selected: topr.positive == PositiveTokens::Selected },
             Objective::Aspo(aspo) => ObjectiveForm::Aspo { selected: aspo.selected.is_some() },
+            Objective::CrossEntropy(_) => ObjectiveForm::CrossEntropy,
             Objective::None => ObjectiveForm::None,
         }
     }

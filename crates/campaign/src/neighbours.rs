@@ -4,8 +4,8 @@
 use assay_core::problem::Candidate;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_core::spec::{
-    Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp, RatioLevel,
-    Reduction, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
+    CrossEntropy, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp,
+    RatioLevel, Reduction, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
 };
 use assay_judge::gate::Output;
 use assay_judge::judge::Verdict;
@@ -197,7 +197,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         let plain = with(&|of| of.dual_clip = None);
         add("no dual_clip", &|spec| spec.objective = plain.clone());
     }
-    add("objective: policy_gradient", &|spec| spec.objective = Objective::PolicyGradient);
+    objective_neighbours(&asked.objective, &mut add);
     for (name, level) in [
         ("ratio.level: token", RatioLevel::Token),
         ("ratio.level: sequence", RatioLevel::Sequence),
@@ -260,6 +260,20 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("no off_policy_mask", &|spec| spec.off_policy_mask = None);
     add("no top_entropy", &|spec| spec.top_entropy = None);
     all
+}
+
+/// The plain policy gradient, or of a cross-entropy that without its terms of the row.
+fn objective_neighbours(asked: &Objective, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
+    let Objective::CrossEntropy(own) = asked else {
+        add("objective: policy_gradient", &|spec| spec.objective = Objective::PolicyGradient);
+        return;
+    };
+    let mut without = |name: &str, label_smoothing: f64, z_loss: f64| {
+        add(name, &|spec| spec.objective = Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }));
+    };
+    without("no label_smoothing", 0.0, own.z_loss);
+    without("no z_loss", own.label_smoothing, 0.0);
+    without("no label_smoothing and no z_loss", 0.0, 0.0);
 }
 
 /// The KL penalty: none, or another one.

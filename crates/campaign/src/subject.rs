@@ -83,13 +83,13 @@ pub trait Subject: Judgeable {
         let whole = [
             ("ids", nested(ids.mapv(|id| id as f64).view().into_dyn())),
             ("mask", nested(mask.mapv(|counts| f64::from(u8::from(counts))).view().into_dyn())),
-            advantages,
         ];
+        let advantages = Some(advantages).filter(|_| spec.reads_advantages());
         let old_logp = old_logp.as_ref().filter(|_| spec.old_logp == OldLogp::Given);
         let ref_logp = ref_logp.as_ref().filter(|_| spec.kl.is_some());
         let optional = [("old_logp", old_logp), ("ref_logp", ref_logp)];
         let optional = optional.into_iter().filter_map(|(name, x)| Some((name, nested(x?.view().into_dyn()))));
-        let all = floats.chain(whole).chain(optional);
+        let all = floats.chain(whole).chain(advantages).chain(optional);
         Some(all.map(|(name, values)| format!("{name} = {values}")).collect::<Vec<_>>().join(", "))
     }
 

@@ -163,6 +163,8 @@ impl<'s> HostLoss<'s> {
             };
             let [logp, entropy] = [ResultColumn::Logp, ResultColumn::Entropy].map(of);
             counts.then_some(TokenEvaluation {
+                grad_log_sum_exp: 0.0,
+                grad_mean_logit: 0.0,
                 token,
                 logp,
                 entropy,
@@ -235,7 +237,7 @@ impl<'s> HostLoss<'s> {
             let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
-                ScoredToken { weighted: self.weighted(at), logp, kl_logp: None, entropy }
+                ScoredToken { weighted: self.weighted(at), logp, kl_logp: None, entropy, row: None }
             });
             let evaluated = loss.evaluate(&scored.collect::<Vec<_>>(), |input, at| {
                 self.input(input, at).expect("the structure reads it")

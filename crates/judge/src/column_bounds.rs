@@ -46,6 +46,10 @@ pub(super) struct DlogitsCondition<'c> {
     summed: f64,
     /// The movement `ΔG` of the gradient by logp.
     moved: ErrorBound,
+    /// The movement of the derivative by the row's log-sum-exp, of a cross-entropy.
+    moved_by_row: ErrorBound,
+    /// The size of the part that every column has alike, before `1/T`, of a cross-entropy that smooths labels.
+    constant: f64,
     /// The part of `G` that may be flushed, in units of [`FLUSHED`].
     flushed: f64,
     /// The gradient by the log-probability of the KL penalty, if that is of another softmax than `ℓ`.
@@ -178,16 +182,24 @@ impl<'c> DlogitsCondition<'c> {
         });
         // The first id has the policy's and the KL's terms; the others have a cotangent each.
         let of_first = by_logp + through_ratio;
-        let targets = TargetColumn::list(reference, token, of_first);
+        let mut targets = TargetColumn::list(reference, token, of_first);
         let others = reference.others(token);
+        // A cross-entropy's derivative by the log-sum-exp multiplies every probability, the target's too.
+        let of_row = (token.weight * token.row_term.by_log_sum_exp).abs();
+        for target in &mut targets {
+            target.rest += of_row;
+        }
+        let constant = (token.weight * token.row_term.by_mean).abs() / reference.shape().vocab as f64;
         Self {
             reference,
             token,
             condition,
-            grad: of_first + others.iter().map(|other| other.grad_logp.abs()).sum::<f64>(),
+            grad: of_first + of_row + others.iter().map(|other| other.grad_logp.abs()).sum::<f64>(),
             targets,
-            summed: sum_error(others.len() + 1),
+            summed: sum_error(others.len() + 1 + usize::from(of_row > 0.0)),
             moved,
+            moved_by_row: condition.row.slope.times(token.weight),
+            constant,
             flushed: flushed + others.len() as f64,
             kl,
             grad_entropy,
@@ -235,6 +247,9 @@ impl<'c> DlogitsCondition<'c> {
                 common.set(y, ErrorBound::default());
             }
         }
+        // The rounding of the part that all columns have alike is one error.
+        let constant = self.constant * t;
+        common.scale.iter_mut().for_each(|scale| *scale += constant);
         if let Some(slopes) = columns.slopes() {
             let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
             common.multiply(&slopes);
@@ -249,7 +264,7 @@ impl<'c> DlogitsCondition<'c> {
     /// Given logits have no such part in their limits: their rows are compared at the shift that fits. A product with a head has one
     /// value for all columns, in which the error of the row enters once.
     fn add_row_shift(&self, columns: &TokenColumns, whole: &mut ColumnErrors, common: &mut ColumnErrors) {
-        let SoftmaxErrors { lane_sum, entropy_shift, .. } = self.condition.softmax;
+        let (lane_sum, SoftmaxErrors { entropy_shift, .. }) = (self.condition.row_sum(), self.condition.softmax);
         if lane_sum == 0.0 && entropy_shift == 0.0 {
             return;
         }
@@ -279,8 +294,8 @@ impl<'c> DlogitsCondition<'c> {
         let mean_gap = softmax.stats.mean_gap + self.rounded;
         let error = self.condition.softmax.mean_error / softmax.divisor + self.condition.softmax.offsets[0];
         ErrorBound {
-            scale: self.grad * (1.0 + mean_gap) + self.moved.scale,
-            floor: self.grad * (error + self.summed) + self.moved.floor,
+            scale: self.grad * (1.0 + mean_gap) + self.moved.scale + self.moved_by_row.scale,
+            floor: self.grad * (error + self.summed) + self.moved.floor + self.moved_by_row.floor,
         }
     }
 
@@ -350,7 +365,7 @@ impl<'c> DlogitsCondition<'c> {
         let errors_of_others = (mean_error - p * error).max(0.0);
         let offset = self.condition.softmax.offsets[0];
         // The terms of the token's other places, which a column with an id of its own has like any other column.
-        let of_rest = rest * p * (1.0 + gap + mean_gap) + others * moved.scale;
+        let of_rest = rest * p * (1.0 + gap + mean_gap) + others * moved.scale + p * self.moved_by_row.scale;
         let scale = own * (others * (1.0 + mean_gap) + gaps_of_others) + of_rest;
         // The textbook's G − G·p rounds G itself, and not only G·(1 − p).
         let textbook = own * (1.0 + p * (gap + mean_gap)) + of_rest;
@@ -360,7 +375,8 @@ impl<'c> DlogitsCondition<'c> {
             floor: own * (others * mean_error + errors_of_others + p * offset)
                 + rest * p * (error + mean_error + offset)
                 + summed * sums
-                + others * moved.floor,
+                + others * moved.floor
+                + p * self.moved_by_row.floor,
         }
     }
 
@@ -410,6 +426,11 @@ impl<'c> DlogitsCondition<'c> {
                 let sum_of_others = logp.stats.log_sum.exp() * target.others;
                 flushed[y] += sum_of_others * self.targets.len() as f64;
             }
+        }
+        // The part of the mean of the logits is rounded, and so is its sum with the others.
+        if self.constant != 0.0 {
+            whole.scale.iter_mut().for_each(|scale| *scale += 2.0 * self.constant);
+            value.iter_mut().flatten().for_each(|value| *value += self.constant);
         }
         if let Some(kl) = self.kl {
             self.add_kl(kl, columns, errors.as_deref(), (&mut whole, &mut flushed, &mut value));

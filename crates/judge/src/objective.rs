@@ -41,7 +41,9 @@ impl ObjectiveTerms {
             // PPO's clip has no coefficient in front of ℓ: the ratio may be flushed, which A then multiplies.
             Objective::PpoClip(_) => Self { flushed: advantage, ..plain },
             Objective::MaskedRatio(masked) => Self { is_score: !masked.surrogate, ..plain },
-            Objective::Cispo(_) | Objective::PolicyGradient | Objective::Aspo(_) => Self { is_score: true, ..plain },
+            Objective::Cispo(_) | Objective::PolicyGradient | Objective::Aspo(_) | Objective::CrossEntropy(_) => {
+                Self { is_score: true, ..plain }
+            }
             // TOPR multiplies by a weight of the token's sign after the coefficient, which may be flushed once more.
             Objective::Topr(topr) => {
                 let most = topr.positive_weight.max(topr.negative_weight);

@@ -139,6 +139,9 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("topr", topr(PositiveTokens::Advantage)),
         ("topr, positive: selected", topr(PositiveTokens::Selected)),
         ("aspo", of(Objective::Aspo(aspo(None)))),
+        ("cross_entropy", LossSpec::cross_entropy(0.0, 0.0)),
+        ("cross_entropy, label_smoothing", LossSpec::cross_entropy(0.1, 0.0)),
+        ("cross_entropy, z_loss", LossSpec::cross_entropy(0.0, 0.01)),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
     ]
 }

@@ -71,6 +71,8 @@ bugs! {
     AspoRatioNotInverted AspoInvertedForAll AspoGradientOfInverse AspoEpsilonsSwapped
     AspoSelectedIgnored AspoSelectedReversed AspoClipAfterInverting AspoGradientKept
     AspoDualClipsSwapped AspoDualClipIgnored AspoDualClipOfRatio AspoDualClipWithoutLogp
+    SmoothingOverOthers SmoothingNotInGradient SmoothingKeepsTarget SmoothingNotDivided
+    ZLossNotInGradient ZLossOfShiftedSum ZLossSlopeHalved
     OverflowingRatioTimesZero ZeroAdvantageTimesRatio
     KlEstimatorsSwapped K1ForAbs K3SignFlipped KlDetached KlSubtracted K3GradientOfK1
     BetaTwiceInGradient KlAgainstOldPolicy BiasCorrectionDetached BiasCorrectionIgnored KlClipped
@@ -111,7 +113,7 @@ bugs! {
     OtherIdsStrideOne OtherIdFromEveryShard
     MaskMultiplied MaskedDlogitsNotZeroed MaskShifted MaskOfFirstRow MaskedTokensInLoss
     NormaliserCountsPadding EmptyRowsCounted EmptyRowsLeftOut LengthFactor SequenceMeanOverTokens
-    FixedLengthOfWidth GradientNotNormalised NormaliserOfBatchIgnored DenominatorEpsilonForgotten
+    MeanOfRowMeans LossSummedInBf16 FixedLengthOfWidth GradientNotNormalised NormaliserOfBatchIgnored DenominatorEpsilonForgotten
     LossOfPolicyAlone
     RatioOverWidth RatioOfSum SequenceGradientOfToken TokenGradientOfSequence ShareForgotten
     SequenceRatioOfTokens MeanOfRatios SumOfRatios

@@ -45,6 +45,7 @@ kinds! {
     LogClip = "log_clip", "Log-ratios that are held: clip and cap";
     Topr = "topr", "TOPR";
     Aspo = "aspo", "ASPO";
+    CrossEntropy = "cross_entropy", "Cross-entropy: label smoothing and z-loss";
     Overflow = "overflow", "Overflow: ratios beyond f32";
     Kl = "kl", "KL penalty";
     KlWeight = "kl_weight", "KL penalty: what weighs it, and whose gradient it has";
@@ -86,6 +87,7 @@ impl MutantKind {
             MutantKind::Support => !spec.support.is_whole(),
             MutantKind::Topr => matches!(spec.objective, Objective::Topr(_)),
             MutantKind::Aspo => matches!(spec.objective, Objective::Aspo(_)),
+            MutantKind::CrossEntropy => matches!(&spec.objective, Objective::CrossEntropy(of) if of.reads_row()),
             MutantKind::KlWeight => spec.kl.as_ref().is_some_and(weighs),
             MutantKind::KlClamp => spec.kl.as_ref().is_some_and(bounds),
             MutantKind::LogClip => spec.ratio.clip.is_some() || spec.ratio.cap.is_some(),
@@ -110,6 +112,7 @@ impl MutantKind {
             MutantKind::Sizes
                 | MutantKind::Topr
                 | MutantKind::Aspo
+                | MutantKind::CrossEntropy
                 | MutantKind::LogClip
                 | MutantKind::KlWeight
                 | MutantKind::KlClamp

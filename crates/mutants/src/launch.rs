@@ -62,6 +62,8 @@ pub(crate) struct SpecimenGradient {
     pub(crate) grad_logp: f64,
     /// Derivative `∂loss/∂entropy` of the whole loss.
     pub(crate) grad_entropy: f64,
+    /// Derivatives by the log-sum-exp and by the mean of the logits, of a cross-entropy's own terms.
+    pub(crate) grad_row: [f64; 2],
 }
 
 /// A softmax over logits times `rate`.
@@ -100,6 +102,8 @@ pub(crate) struct SpecimenScore {
     pub(crate) entropy_softmax: SpecimenSoftmax,
     /// Scores of the token's ids besides the first.
     pub(crate) others: Vec<OtherIdScore>,
+    /// Mean of `(m − x)/T` over all columns, of a cross-entropy that smooths labels.
+    pub(crate) mean_gap_of_all: f64,
 }
 
 impl SpecimenScore {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::bank::Bug;
-use crate::launch::{SpecimenLaunch, TILE};
+use crate::launch::{SpecimenLaunch, SpecimenSoftmax, TILE};
 use assay_core::problem::{Dtype, Float};
-use assay_core::spec::{LogitsTransform, Support};
+use assay_core::spec::{CrossEntropy, LogitsTransform, Objective, Support};
 
 /// The reader of a row: a token, in the forward or the backward pass.
 #[derive(Clone, Copy)]
@@ -61,6 +61,24 @@ impl SpecimenLaunch<'_> {
             () if self.has(Bug::SoftcapInLogitsDtype) => dtype.round(capped),
             () => capped,
         }
+    }
+
+    /// Computes the mean of `(m − x)/T` over all columns of a row, if a cross-entropy smooths labels; else 0.
+    pub(crate) fn mean_gap_of_all<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        softmax: &SpecimenSoftmax,
+        id: usize,
+    ) -> f64 {
+        let Objective::CrossEntropy(CrossEntropy { label_smoothing, .. }) = self.spec.objective else { return 0.0 };
+        if label_smoothing == 0.0 {
+            return 0.0;
+        }
+        let (columns, reader) = (0..self.shape.vocab, LogitReader { id, backward: false });
+        let x = |j: usize| f64::from(self.logit(logits[row + j], &columns, j, reader));
+        let sum: f64 = columns.clone().map(|j| f64::from(softmax.max) - x(j)).sum();
+        sum * f64::from(softmax.rate) / self.shape.vocab as f64
     }
 
     /// Computes the slope `∂h/∂x` of a column, `scale · (1 − tanh²)`.

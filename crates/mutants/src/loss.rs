@@ -6,7 +6,7 @@ use crate::bank::Bug;
 use crate::corrections::token_weights;
 use crate::kl::kl;
 use crate::launch::{SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, part};
-use crate::policy::{SpecimenInputs, SpecimenTerm, policy};
+use crate::policy::{SpecimenInputs, SpecimenTerm, policy, row_term};
 use crate::top_entropy::HighEntropy;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{AdvantageLevel, Averaging, LogClip, OldLogp, RatioLevel, Reduction, Rows};
@@ -92,6 +92,7 @@ impl SequenceWeights {
         let denominator = |Averaging { reduction, denominator_epsilon }, n: f64| {
             let epsilon = if launch.has(Bug::DenominatorEpsilonForgotten) { 0.0 } else { denominator_epsilon };
             match reduction {
+                Reduction::TokenMean if launch.has(Bug::MeanOfRowMeans) => (n + epsilon) * filled,
                 Reduction::TokenMean => total + epsilon,
                 Reduction::SequenceMean { .. } if launch.has(Bug::SequenceMeanOverTokens) => total + epsilon,
                 Reduction::SequenceMean { rows } => (n + epsilon) * rows_of(rows),
@@ -168,7 +169,8 @@ fn evaluate_sequence(
     let evaluated = row.iter().zip(inputs).zip(terms).map(|((&(t, ref scored), inputs), terms @ [policy, kl])| {
         let of_others: f64 = scored.others.iter().map(|of| of.grad_logp * of.logp).sum();
         let is_lost = launch.has(Bug::LossOfPolicyAlone);
-        let value = policy.value + if is_lost { 0.0 } else { kl.value } + of_others;
+        let of_row = row_term(launch, scored, inputs.factors[0]);
+        let value = policy.value + if is_lost { 0.0 } else { kl.value } + of_others + of_row.value;
         let own = through_level(&inputs, &terms);
         let (_, follows) = inputs.own;
         let follows = follows || launch.has(Bug::RatioClampGradientKept) || launch.has(Bug::LogClipGradientKept);
@@ -183,7 +185,8 @@ fn evaluate_sequence(
             _ if launch.has(Bug::RatioDetached) => 0.0,
             _ => through_ratio,
         };
-        let mut grad_logp = weight * policy.by_logp + kl_gradient_weight * kl.by_logp + through_ratio;
+        let direct = policy.by_logp + of_row.by_logp;
+        let mut grad_logp = weight * direct + kl_gradient_weight * kl.by_logp + through_ratio;
         let entropy_weight = match &launch.tokens.extra.dentropy {
             Some(dentropy) if spec.dentropy => {
                 spec.scale * dentropy[[b, if launch.has(Bug::DentropyOfFirstToken) { 0 } else { t }]]
@@ -204,7 +207,10 @@ fn evaluate_sequence(
             () => {}
         }
         let of_kl = if is_lost { 0.0 } else { kl_weight * kl.value };
-        *sum += (weight * (policy.value + of_others) + of_kl) * factor(t);
+        *sum += (weight * (policy.value + of_others + of_row.value) + of_kl) * factor(t);
+        if launch.has(Bug::LossSummedInBf16) {
+            *sum = half::bf16::from_f64(*sum).to_f64();
+        }
         if entropy_weight != 0.0 {
             *sum += entropy_weight * scored.entropy * factor(t);
         }
@@ -214,7 +220,9 @@ fn evaluate_sequence(
             grad_logp *= 0.0;
             grad_entropy *= 0.0;
         }
-        (t, SpecimenGradient { scored: scored.clone(), loss: value, grad_logp, grad_entropy })
+        let grad_row =
+            of_row.slopes.map(|slope| if launch.is_in_lost_block(t) { 0.0 } else { weight * factor(t) * slope });
+        (t, SpecimenGradient { scored: scored.clone(), loss: value, grad_logp, grad_entropy, grad_row })
     });
     evaluated.collect()
 }

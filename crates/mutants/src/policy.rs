@@ -1,8 +1,8 @@
 //! The policy term of a token in the specimen, and the inputs of a token's loss.
 
 use crate::bank::Bug;
-use crate::launch::{CorrectionFactor, SpecimenLaunch};
-use assay_core::spec::{Aspo, Cispo, ClipWidths, Objective, PositiveTokens, PpoClip, Topr};
+use crate::launch::{CorrectionFactor, SpecimenLaunch, SpecimenScore};
+use assay_core::spec::{Aspo, Cispo, ClipWidths, CrossEntropy, Objective, PositiveTokens, PpoClip, Topr};
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]
@@ -66,6 +66,10 @@ pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
 
 /// Computes the policy term of a token, by the spec's objective.
 pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
+    if let Objective::CrossEntropy(CrossEntropy { label_smoothing, .. }) = launch.spec.objective {
+        let by_logp = if launch.has(Bug::SmoothingKeepsTarget) { -1.0 } else { label_smoothing - 1.0 };
+        return SpecimenTerm { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }.weighed(inputs.factors[0]);
+    }
     // A token without an advantage has no term, even where its ratio overflows.
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
     if idle || !inputs.on_policy || !inputs.is_high {
@@ -82,6 +86,47 @@ pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> Specim
     // An inverted ratio falls where the log-ratio rises.
     let sign = if launch.has(Bug::RatioInverted) { -1.0 } else { 1.0 };
     SpecimenTerm { by_log_ratio: sign * term.by_log_ratio, ..term }.weighed(inputs.factors[0])
+}
+
+/// The terms of a cross-entropy that read the whole row, with their derivatives by the log-sum-exp and by the mean of the logits.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct SpecimenRowTerm {
+    pub(crate) value: f64,
+    pub(crate) slopes: [f64; 2],
+    /// Derivative by the log-probability of the id, which only a bug has.
+    pub(crate) by_logp: f64,
+}
+
+/// Computes `ε·(lse − mean z) + ζ·lse²` of a token, times its weight; 0 for other objectives.
+pub(crate) fn row_term(launch: &SpecimenLaunch, scored: &SpecimenScore, weight: CorrectionFactor) -> SpecimenRowTerm {
+    let Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }) = launch.spec.objective else {
+        return SpecimenRowTerm::default();
+    };
+    let softmax = &scored.logp_softmax;
+    let log_sum = softmax.sum.ln();
+    let mut smoothing = log_sum + scored.mean_gap_of_all;
+    let (mut slopes, mut by_logp) = ([label_smoothing, -label_smoothing], 0.0);
+    if launch.has(Bug::SmoothingOverOthers) && label_smoothing != 0.0 {
+        // The mean of −ln p over the other entries: V times the mean over all, less the target's.
+        let vocab = launch.shape.vocab as f64;
+        smoothing = (vocab * smoothing + scored.logp) / (vocab - 1.0);
+        slopes = slopes.map(|slope| slope * vocab / (vocab - 1.0));
+        by_logp = label_smoothing / (vocab - 1.0);
+    }
+    match () {
+        () if launch.has(Bug::SmoothingNotInGradient) => slopes = [0.0; 2],
+        () if launch.has(Bug::SmoothingNotDivided) => slopes[1] *= launch.shape.vocab as f64,
+        () => {}
+    }
+    let max = f64::from(softmax.max) * f64::from(softmax.rate);
+    let lse = if launch.has(Bug::ZLossOfShiftedSum) { log_sum } else { max + log_sum };
+    slopes[0] += match () {
+        () if launch.has(Bug::ZLossNotInGradient) => 0.0,
+        () if launch.has(Bug::ZLossSlopeHalved) => z_loss * lse,
+        () => 2.0 * z_loss * lse,
+    };
+    let value = weight.value * (label_smoothing * smoothing + z_loss * lse * lse);
+    SpecimenRowTerm { value, slopes: slopes.map(|slope| weight.gradient * slope), by_logp: weight.gradient * by_logp }
 }
 
 /// Computes the score function `−coefficient·A·ℓ`, with a constant coefficient.

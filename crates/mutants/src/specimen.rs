@@ -69,6 +69,7 @@ impl Specimen {
             | Objective::PolicyGradient
             | Objective::Topr(_)
             | Objective::Aspo(_)
+            | Objective::CrossEntropy(_)
             | Objective::None => true,
             Objective::Sapo(_)
             | Objective::Vespo(_)
@@ -80,7 +81,7 @@ impl Specimen {
             | Objective::ClipCov(_) => false,
         };
         let computed = [
-            (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo and none"),
+            (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy and none"),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
             (spec.support.kept.is_none(), "support.kept", "none"),
         ];
@@ -516,7 +517,16 @@ impl SpecimenLaunch<'_> {
         if self.has(Bug::EntropyInLogitsDtype) {
             entropy = E::DTYPE.round(entropy);
         }
-        SpecimenScore { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
+        SpecimenScore {
+            logp,
+            entropy,
+            id,
+            temperature: 1.0,
+            logp_softmax,
+            entropy_softmax,
+            others: Vec::new(),
+            mean_gap_of_all: self.mean_gap_of_all(logits, row, &logp_softmax, id),
+        }
     }
 
     /// Computes the part of logp in a dlogit of probability `p`, without the temperature: `G·(1 − p)` in the sampled column, `−G·p` in
@@ -626,6 +636,11 @@ impl SpecimenLaunch<'_> {
                 if !others.is_empty() {
                     let (p, _) = probability(&logp_softmax, logp_max, x);
                     dx += self.gradient_of_others(others, column, p);
+                }
+                // The terms of a cross-entropy's whole row: by the log-sum-exp, and by the mean of all logits.
+                if token.grad_row != [0.0; 2] {
+                    let (p, _) = probability(&logp_softmax, logp_max, x);
+                    dx += token.grad_row[0] * p + token.grad_row[1] / self.shape.vocab as f64;
                 }
                 if self.has(Bug::GradientAddedInLogitsDtype) {
                     dx = E::DTYPE.round(dx);

@@ -26,13 +26,13 @@ use assay_algebra::family::KernelScope;
 use assay_algebra::loss::{LossEvaluator, ScoredToken, TokenEvaluation};
 use assay_algebra::reduction::{self, ReductionWeights};
 use assay_algebra::rollout::KernelInputs;
-use assay_algebra::structure::{Structure, StructuredSpec, TokenInput};
+use assay_algebra::structure::{ObjectiveForm, Structure, StructuredSpec, TokenInput};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, Metrics, OtherIds, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
     kept_entries,
 };
-use assay_core::spec::{LossSpec, Objective};
+use assay_core::spec::{Averaging, LossSpec, Objective, Reduction};
 pub use assay_simd::{Isa, gemm};
 pub use cotangents::OutputCotangents;
 pub use lm_head::{HeadDerivatives, NativeHead, NativeHeadGradients};
@@ -544,7 +544,8 @@ impl<'s> NativeBatch<'s> {
 
     fn scored(&self, at: TokenPlace, scores: &TokenScores) -> ScoredToken {
         let weighted = self.weights.token(self.advantage[at], at);
-        ScoredToken { weighted, logp: scores.logp(), kl_logp: scores.kl_logp(), entropy: scores.entropy() }
+        let row = if self.structure.row_terms.any() { scores.whole_row() } else { None };
+        ScoredToken { weighted, logp: scores.logp(), kl_logp: scores.kl_logp(), entropy: scores.entropy(), row }
     }
 
     /// Writes the dlogits of an unmasked token, from the exponentials of its score unless other rows were scored in
@@ -564,6 +565,8 @@ impl<'s> NativeBatch<'s> {
             logp: evaluated.grad_logp * loss + beside(logp),
             entropy: self.weights.entropy[at] * loss + beside(entropy),
             others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
+            log_sum_exp: evaluated.grad_log_sum_exp * loss,
+            mean_logit: evaluated.grad_mean_logit * loss,
         };
         match scores {
             TokenScores::Row(scores) => self.softmaxes.write(row, scores, saved, &grad),
@@ -598,6 +601,11 @@ impl<'s> NativeBatch<'s> {
             loss += reduction::empty_rows(self.spec, &self.kernel_inputs.mask, &self.sequences, |sequence| {
                 self.advantage_of_rows[sequence.index]
             });
+        }
+        // The mean cross-entropy of no token is 0/0.
+        let is_mean = self.spec.averaging() == Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+        if self.structure.form == ObjectiveForm::CrossEntropy && is_mean && evaluated.iter().all(Option::is_none) {
+            loss = f64::NAN;
         }
         // Masked tokens are 0 in every array, whatever their rows hold.
         let per_token = |value: fn(&TokenEvaluation) -> f64| {

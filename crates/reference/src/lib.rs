@@ -8,6 +8,7 @@
 //! result contains the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay correct.
 
 mod columns;
+mod cross_entropy;
 mod exponential;
 mod gradient;
 mod kl;
@@ -30,6 +31,7 @@ use ndarray::{Array2, Array3, arr0};
 use rayon::prelude::*;
 
 pub use columns::{SoftmaxColumns, TokenColumns};
+pub use cross_entropy::{RowLogits, RowTerm};
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, clipped};
@@ -43,7 +45,7 @@ use assay_core::spec::{
     Averaging, DroppedTerm, LossSpec, LossTerms, Objective, OldLogp, RatioLevel, Reduction, SoftmaxRange,
     TemperatureDivides,
 };
-use gradient::LogpGradient;
+use gradient::{LogpGradient, RowGradient};
 use logits_transform::{TransformedLogits, divided};
 use rollout::Corrections;
 use selection::Sample;
@@ -97,7 +99,11 @@ pub struct Token {
     pub kl: Term,
     /// The sum `Σ dlogp_k · ℓ_k` over the token's other ids; 0 if it has none.
     pub of_others: f64,
-    /// The loss of the token, `policy + beta · kl + of_others`, before the reduction.
+    /// The values of the row that the cross-entropy reads.
+    pub row: RowLogits,
+    /// The cross-entropy's term of the whole row: label smoothing and z-loss; 0 for other objectives.
+    pub row_term: RowTerm,
+    /// The loss of the token, `policy + beta · kl + of_others + row_term`, before the reduction.
     pub token_loss: f64,
     /// Whether the token counts as clipped low.
     pub clipped_low: bool,
@@ -184,6 +190,7 @@ struct TokenScore {
     kl_logp: f64,
     /// The sum `Σ dlogp_k · ℓ_k` over the other ids.
     of_others: f64,
+    row: RowLogits,
 }
 
 impl TokenScore {
@@ -202,6 +209,7 @@ impl TokenScore {
             logp: inputs.logp,
             kl_logp: inputs.kl_logp,
             of_others: token.of_others,
+            row: token.row,
         }
     }
 }
@@ -344,6 +352,7 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
         logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
         kl_logp: kl_softmax.stats.log_probability(kl_z[id]) * logp_factor,
         of_others: others.iter().map(|other| other.grad_logp * other.logp).collect::<Sum>().value(),
+        row: RowLogits::new(spec, &logp_softmax.stats, &z),
     };
     (scored, others)
 }
@@ -493,7 +502,9 @@ fn evaluated(spec: &LossSpec, scored: &TokenScore, inputs: TokenInputs, share: f
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
     let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    let &TokenScore { at, id, logp_softmax, entropy_softmax, kl_softmax, entropy, of_others, .. } = scored;
+    let &TokenScore { at, id, logp_softmax, entropy_softmax, kl_softmax, entropy, of_others, row, .. } = scored;
+    let row_term = RowTerm::new(spec, row, &logp_softmax.stats, inputs.policy_weight);
+    let kl_loss = spec.kl.as_ref().map_or(0.0, |term| times_beta(term.beta, kl.value));
     Token {
         at,
         id,
@@ -508,7 +519,9 @@ fn evaluated(spec: &LossSpec, scored: &TokenScore, inputs: TokenInputs, share: f
         policy,
         kl,
         of_others,
-        token_loss: policy.value + spec.kl.as_ref().map_or(0.0, |term| times_beta(term.beta, kl.value)) + of_others,
+        row,
+        row_term,
+        token_loss: policy.value + kl_loss + of_others + row_term.value,
         clipped_low,
         clipped_high,
         weight: 0.0,
@@ -715,6 +728,7 @@ impl Reference<'_> {
         let others = self.others(token).iter().map(|other| (other.grad_logp, other.probability_of_others));
         [first, of_kl].into_iter().chain(others).any(|(grad, others)| grad != 0.0 && others > 0.0)
             || token.grad_entropy != 0.0
+            || RowGradient::new(token).is_some()
     }
 
     /// Returns `dlogits[b,t,:]`; zeros if the token is masked.
@@ -744,7 +758,14 @@ impl Reference<'_> {
         };
         let of_logps: Vec<LogpGradient> = std::iter::once(first).chain(self.others(token).iter().map(other)).collect();
         let of_kl = LogpGradient { id: token.id, probability_of_others: token.kl_probability_of_others, grad: grad_kl };
-        gradient::dlogits_row(columns, token, &of_logps, &of_kl, token.grad_entropy)
+        gradient::dlogits_row(columns, token, &of_logps, &of_kl, token.grad_entropy, self.shape.vocab)
+    }
+
+    /// Returns the part of a token's dlogits that all columns have alike, before the slopes of the logits' transform: that of the mean
+    /// of the logits, which label smoothing reads; else 0.
+    pub fn constant_dlogit(&self, token: &Token) -> f64 {
+        let of_mean = RowGradient::new(token).map_or(0.0, |row| row.by_mean);
+        of_mean / self.shape.vocab as f64 / token.temperature()
     }
 
     /// Returns the first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or
@@ -757,7 +778,8 @@ impl Reference<'_> {
     pub fn finite(&self, token: &Token) -> bool {
         let grad = self.grad_logp(token, &token.branch, token.coupling);
         let of_kl = self.grad_kl_logp(token, &token.branch);
-        [token.inputs.logp, token.entropy, token.token_loss, grad, of_kl].iter().all(|x| x.is_finite())
+        let of_row = token.row_term.by_log_sum_exp;
+        [token.inputs.logp, token.entropy, token.token_loss, grad, of_kl, of_row].iter().all(|x| x.is_finite())
     }
 
     /// Returns the log-probabilities of each token's ids after its first, `[B,T,K−1]`, nats, 0 if it is masked; `None`

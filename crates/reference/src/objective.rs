@@ -113,9 +113,10 @@ impl Branch {
     /// clip_cov             as ppo_clip, 0 if selected
     /// topr                 −w₊·A·ℓ positive, −w₋·k·A·ℓ elsewhere              d/dℓ = the factor of ℓ
     /// aspo                 A > 0: −A/k, A < 0: −k·A    d/dw = the value on the ratio, 0 on a bound; on c  −c·A·ℓ
+    /// cross_entropy        −(1 − label_smoothing)·ℓ    d/dℓ = −(1 − label_smoothing)      its other terms are of the row
     /// ```
     ///
-    /// Where `A = 0` only penalties are left, even if the ratio overflows.
+    /// Where `A = 0` only penalties are left, even if the ratio overflows. A cross-entropy has no advantage.
     pub fn policy(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
         let w = inputs.level_log_ratio(spec).value;
         let penalty = |weight: f64| Term::from_ratio(weight * w * w, 2.0 * weight * w);
@@ -132,6 +133,7 @@ impl Branch {
                 surrogate.plus(Term::from_ratio(cov.coefficient * self.sign * w, cov.coefficient * self.sign))
             }
             Objective::ClipCov(_) if self.selected => Term::default(),
+            Objective::CrossEntropy(cross_entropy) => Term::linear(cross_entropy.label_smoothing - 1.0, inputs),
             _ => surrogate,
         };
         term.times(inputs.policy_weight)
@@ -176,7 +178,7 @@ impl Branch {
                     Coefficient::Score(_) => Term::score(k, inputs),
                 }
             }
-            Objective::None => Term::default(),
+            Objective::CrossEntropy(_) | Objective::None => Term::default(),
         }
     }
 

@@ -32,6 +32,11 @@ pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) 
 /// contribution of the sequences without a token, of `rows` in all.
 pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
+    // The mean cross-entropy of no token is 0/0, as PyTorch has it; the losses of policies are 0.
+    let is_mean = spec.averaging() == Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
+    if matches!(spec.objective, Objective::CrossEntropy(_)) && is_mean && tokens.iter().flatten().next().is_none() {
+        return f64::NAN;
+    }
     for token in tokens.iter().flatten() {
         // One product where both terms have the same weight, as in the formula of the token loss.
         if token.kl_weight == token.weight {

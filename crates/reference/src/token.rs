@@ -71,8 +71,13 @@ impl Term {
 
     /// Returns the score function `−coefficient·A·ℓ`, with the coefficient held constant.
     pub(super) fn score(coefficient: f64, inputs: &TokenInputs) -> Self {
-        let by_logp = -coefficient * inputs.advantage;
-        Self { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
+        Self::linear(-coefficient * inputs.advantage, inputs)
+    }
+
+    /// Returns the term `factor·ℓ`; 0 if the factor is 0, even if `ℓ` is −∞.
+    pub(super) fn linear(factor: f64, inputs: &TokenInputs) -> Self {
+        let value = if factor == 0.0 { 0.0 } else { factor * inputs.logp };
+        Self { value, by_logp: factor, by_log_ratio: 0.0 }
     }
 
     pub(super) fn times(self, factor: f64) -> Self {

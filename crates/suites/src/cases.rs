@@ -9,11 +9,11 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, Divergence, Dro, ImportanceSampling, KeptSupport, Kl,
-    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio,
-    Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support,
-    Temperature, TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CrossEntropy, Divergence, Dro, ImportanceSampling,
+    KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms,
+    MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction,
+    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
+    SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -140,9 +140,36 @@ pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
                     && spec.advantages == AdvantageLevel::Sequence
                     && spec.reduction == Reduction::SequenceMean { rows: Rows::All };
             }
-            spec
+            without_policy_options(spec)
         })
         .boxed()
+}
+
+/// Returns a cross-entropy without the options of policy losses that it refuses; any other spec as it is.
+///
+/// ```
+/// use assay_core::spec::{Kl, KlEstimator, LossSpec};
+/// use assay_suites::cases::without_policy_options;
+///
+/// let spec = LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..LossSpec::cross_entropy(0.1, 0.0) };
+/// assert_eq!(without_policy_options(spec), LossSpec::cross_entropy(0.1, 0.0));
+/// ```
+pub fn without_policy_options(spec: LossSpec) -> LossSpec {
+    let Objective::CrossEntropy(cross_entropy) = &spec.objective else { return spec };
+    let mut kept = LossSpec {
+        ratio: Ratio::default(),
+        old_logp: OldLogp::Current,
+        rollout: None,
+        rejection: Vec::new(),
+        off_policy_mask: None,
+        top_entropy: None,
+        kl: None,
+        ..spec.clone()
+    };
+    if cross_entropy.reads_row() {
+        (kept.support, kept.temperature_divides) = (Support::default(), TemperatureDivides::Logits);
+    }
+    kept
 }
 
 fn clip() -> BoxedStrategy<PpoClip> {
@@ -215,6 +242,9 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
             dual_clip_negative,
         },
     );
+    let share = prop_oneof![Just(0.0), 0.01..0.9_f64];
+    let factor = prop_oneof![Just(0.0), 1e-4..0.5_f64];
+    let cross_entropy = (share, factor).prop_map(|(label_smoothing, z_loss)| CrossEntropy { label_smoothing, z_loss });
     let kl_cov = (0.0..1.5_f64).prop_map(|coefficient| KlCov { coefficient, selection: None });
     let clip_cov = clip().prop_map(|clip| ClipCov { clip, selection: None });
     vec![
@@ -231,6 +261,7 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
         ("clip_cov", clip_cov.prop_map(Objective::ClipCov).boxed()),
         ("topr", topr.prop_map(Objective::Topr).boxed()),
         ("aspo", aspo.prop_map(Objective::Aspo).boxed()),
+        ("cross_entropy", cross_entropy.prop_map(Objective::CrossEntropy).boxed()),
         ("none", Just(Objective::None).boxed()),
     ]
 }
@@ -425,7 +456,10 @@ pub fn any_kept_spec() -> BoxedStrategy<LossSpec> {
     let range = || select(vec![SoftmaxRange::Set, SoftmaxRange::Vocabulary]);
     (any_spec(), range(), range(), any::<bool>())
         .prop_map(|(mut spec, entropy, kl, keep_sampled)| {
-            // The spec's own check refuses losses that need a third softmax.
+            // The spec's own check refuses losses that need a third softmax, and the terms of a whole row.
+            if let Objective::CrossEntropy(cross_entropy) = &mut spec.objective {
+                *cross_entropy = CrossEntropy::default();
+            }
             let divides_logp =
                 spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
             let by_token_ratio = spec.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::TokenRatio);

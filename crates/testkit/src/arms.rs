@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
-    ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
-    LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
-    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
-    TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, CrossEntropy, Divergence, Dro,
+    DroppedTerm, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip,
+    LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
+    PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides,
+    TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -198,6 +198,10 @@ impl Arms {
             Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, selected, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo" {
                 self.option("aspo.selected", selected.as_ref());
                 if let Some(ClipWidths { epsilon_low: _, epsilon_high: _ }) = selected {}
+            },
+            Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }) => "cross_entropy" {
+                self.number("cross_entropy.label_smoothing", *label_smoothing, 0.0);
+                self.number("cross_entropy.z_loss", *z_loss, 0.0);
             },
             Objective::None => "none",
         });

@@ -233,6 +233,7 @@ fn ratio_bounds(objective: &Objective) -> Vec<f64> {
         | Objective::KlCov(_)
         | Objective::ClipCov(_)
         | Objective::Topr(_)
+        | Objective::CrossEntropy(_)
         | Objective::None => vec![0.8, 1.2],
     };
     // The logarithm of a bound must be a number.

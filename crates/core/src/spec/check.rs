@@ -1,9 +1,9 @@
 //! The check of a spec: ranges of numbers, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, KeptSupport, Kl, KlGradient, KlImportance, LossSpec, Objective, OldLogp, OutOfBounds,
-    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, SoftmaxRange, Temperature, TemperatureDivides, UnscoredWeight,
+    AdvantageLevel, Averaging, CrossEntropy, KeptSupport, Kl, KlGradient, KlImportance, LossSpec, Objective, OldLogp,
+    OutOfBounds, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, SoftmaxRange, Temperature, TemperatureDivides, UnscoredWeight,
 };
 use crate::text::ShownNumber;
 
@@ -201,6 +201,7 @@ impl LossSpec {
                 above_one("objective.aspo.dual_clip_negative", aspo.dual_clip_negative)
             }
             Objective::Dro(dro) => positive("objective.dro.beta", dro.beta),
+            Objective::CrossEntropy(cross_entropy) => self.check_cross_entropy(cross_entropy),
             Objective::KlCov(cov) => {
                 non_negative("objective.kl_cov.coefficient", cov.coefficient)?;
                 cov.selection.map_or(Ok(()), |top| share("objective.kl_cov.selection.fraction", top.fraction))
@@ -213,6 +214,33 @@ impl LossSpec {
                 interval("objective.clip_cov.selection.lower", band.lower, band.upper)
             }
         }
+    }
+}
+
+impl LossSpec {
+    /// Checks the numbers of a cross-entropy, and that the spec has nothing of a policy loss besides.
+    fn check_cross_entropy(&self, cross_entropy: &CrossEntropy) -> CheckResult {
+        let &CrossEntropy { label_smoothing, z_loss } = cross_entropy;
+        let field = "objective.cross_entropy.label_smoothing";
+        ensure((0.0..=1.0).contains(&label_smoothing), field, ShownNumber(label_smoothing), "a share: from 0 to 1")?;
+        non_negative("objective.cross_entropy.z_loss", z_loss)?;
+        // The terms of the row are of the whole vocabulary and of one softmax.
+        let reads_row = cross_entropy.reads_row();
+        let expected = "the whole vocabulary with a `label_smoothing` or `z_loss`";
+        ensure(!reads_row || self.support.is_whole(), "support", "a part of the vocabulary", expected)?;
+        let divides_logits = self.temperature_divides == TemperatureDivides::Logits;
+        let expected = "logits with a `label_smoothing` or `z_loss`";
+        ensure(!reads_row || divides_logits, "temperature_divides", "logp", expected)?;
+        let absent = |has: bool, field| ensure(!has, field, "one", "none with `objective: cross_entropy`");
+        absent(self.ratio != Ratio::default(), "ratio")?;
+        absent(self.rollout.is_some(), "rollout")?;
+        absent(!self.rejection.is_empty(), "rejection")?;
+        absent(self.off_policy_mask.is_some(), "off_policy_mask")?;
+        absent(self.top_entropy.is_some(), "top_entropy")?;
+        absent(self.kl.is_some(), "kl")?;
+        let given = if self.old_logp == OldLogp::Rollout { "rollout" } else { "given" };
+        let expected = "current with `objective: cross_entropy`, which has no ratio";
+        ensure(self.old_logp == OldLogp::Current, "old_logp", given, expected)
     }
 }
 

@@ -1,11 +1,11 @@
 //! The description of a spec in words and formulas, with its numbers inserted.
 
 use super::{
-    AdvantageLevel, Averaging, Divergence, DroppedTerm, KeptSupport, Kl, KlEstimator, KlGradient, KlImportance,
-    LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
-    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
-    TopEntropy, TrustRegion, UnscoredWeight,
+    AdvantageLevel, Averaging, CrossEntropy, Divergence, DroppedTerm, KeptSupport, Kl, KlEstimator, KlGradient,
+    KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
+    PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
+    TokenWeights, TopEntropy, TrustRegion, UnscoredWeight,
 };
 
 /// Returns the symbol of the log-probability that a ratio is taken against.
@@ -77,7 +77,7 @@ impl LossSpec {
     fn reads_ratio(&self) -> bool {
         // Every objective is named, so that a new one is asked.
         let objective = match self.objective {
-            Objective::None | Objective::PolicyGradient => false,
+            Objective::None | Objective::PolicyGradient | Objective::CrossEntropy(_) => false,
             Objective::PpoClip(_)
             | Objective::Cispo(_)
             | Objective::Sapo(_)
@@ -129,10 +129,10 @@ impl LossSpec {
             AdvantageLevel::Token if self.is_from_cotangents() => "A = −dlogp of each token",
             AdvantageLevel::Token => "one A per token",
         };
-        if self.objective == Objective::None {
-            "none".into()
-        } else {
-            format!("{}; {advantage}", self.objective.describe())
+        match self.objective {
+            Objective::None => "none".into(),
+            Objective::CrossEntropy(_) => self.objective.describe(),
+            _ => format!("{}; {advantage}", self.objective.describe()),
         }
     }
 
@@ -372,8 +372,23 @@ impl Objective {
                      A < 0: −A·v, v = max(ρ, {low}), or −{negative}·A·ℓ where v > {negative}"
                 )
             }
+            Objective::CrossEntropy(cross_entropy) => cross_entropy.describe(),
             Objective::None => "none".into(),
         }
+    }
+}
+
+impl CrossEntropy {
+    fn describe(&self) -> String {
+        let &Self { label_smoothing, z_loss } = self;
+        let mut text = format!("−{}ℓ", times(1.0 - label_smoothing));
+        if label_smoothing != 0.0 {
+            text += &format!(" + {}(lse − mean of all z)", times(label_smoothing));
+        }
+        if z_loss != 0.0 {
+            text += &format!(" + {}lse²", times(z_loss));
+        }
+        text + if self.reads_row() { ", lse = ln Σ exp(z) of the logits z of the softmax" } else { "" }
     }
 }
 

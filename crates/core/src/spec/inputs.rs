@@ -23,6 +23,11 @@ impl LossSpec {
         self.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given)
     }
 
+    /// Whether the loss reads the problem's advantages, which a cross-entropy does not.
+    pub fn reads_advantages(&self) -> bool {
+        !matches!(self.objective, Objective::CrossEntropy(_) | Objective::None)
+    }
+
     /// Whether the objective reads the problem's `selected`.
     pub fn reads_selected(&self) -> bool {
         match &self.objective {
@@ -40,6 +45,7 @@ impl LossSpec {
             | Objective::MaskedRatio(_)
             | Objective::TrustRegion(_)
             | Objective::Dro(_)
+            | Objective::CrossEntropy(_)
             | Objective::None => false,
         }
     }

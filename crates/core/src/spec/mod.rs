@@ -39,8 +39,8 @@ pub use check::SpecError;
 pub use kl::{Kl, KlEstimator, KlGradient, KlImportance};
 pub use logits::{KeptSupport, LogitsTransform, SoftmaxRange, Support};
 pub use objective::{
-    Aspo, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio,
-    Objective, PositiveTokens, PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
+    Aspo, Cispo, ClipCov, ClipWidths, CovarianceBand, CrossEntropy, Divergence, Dro, ImportanceSampling, KlCov,
+    MaskedRatio, Objective, PositiveTokens, PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
 };
 pub use ratio::{LogClip, OldLogp, Ratio, RatioLevel};
 pub use reduction::{Averaging, Reduction, Rows};
@@ -208,6 +208,24 @@ impl LossSpec {
             old_logp: OldLogp::Current,
             dentropy: entropy,
             reduction: Reduction::Normalizer(1.0),
+            ..Self::default()
+        }
+    }
+
+    /// Returns the mean cross-entropy of the unmasked tokens, with this share of the target distribution uniform, and this weight of the
+    /// squared log-sum-exp: see [`CrossEntropy`].
+    ///
+    /// ```
+    /// # use assay_core as assay;
+    /// use assay::spec::LossSpec;
+    ///
+    /// let spec = LossSpec { temperature: 0.7.into(), ..LossSpec::cross_entropy(0.1, 1e-4) };
+    /// assert!(spec.check().is_ok() && !spec.reads_old_logp());
+    /// ```
+    pub fn cross_entropy(label_smoothing: f64, z_loss: f64) -> Self {
+        Self {
+            objective: Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }),
+            old_logp: OldLogp::Current,
             ..Self::default()
         }
     }

@@ -49,6 +49,8 @@ pub enum Objective {
     Topr(Topr),
     /// ASPO, PPO-clip with the inverse ratio where `A > 0`.
     Aspo(Aspo),
+    /// Cross-entropy `−ℓ`, with label smoothing and z-loss: no advantage, and no ratio.
+    CrossEntropy(CrossEntropy),
     /// No policy term: the loss is the KL penalty and the entropy bonus alone.
     None,
 }
@@ -343,4 +345,29 @@ pub struct ClipWidths {
     pub epsilon_low: f64,
     /// The upper clip width, `≥ 0`.
     pub epsilon_high: f64,
+}
+
+/// Cross-entropy. With `z` the transformed logits over the temperature, `V` the size of the vocabulary and
+/// `lse = ln Σ_j exp(z_j)` the policy term is
+///
+/// ```text
+/// −(1 − label_smoothing)·ℓ + label_smoothing·(lse − Σ_j z_j / V) + z_loss·lse²
+/// ```
+///
+/// The factor of `label_smoothing` is the mean of `−ln p_j` over the vocabulary: the target is the uniform distribution in so far.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct CrossEntropy {
+    /// The share `ε`, from 0 to 1, of the target distribution that is uniform over the vocabulary.
+    pub label_smoothing: f64,
+    /// The weight `≥ 0` of the squared log-sum-exp of the row (the z-loss; Liger's `lse_square_scale`).
+    pub z_loss: f64,
+}
+
+impl CrossEntropy {
+    /// Whether a term reads the whole row, besides the log-probability of the id.
+    pub fn reads_row(&self) -> bool {
+        self.label_smoothing != 0.0 || self.z_loss != 0.0
+    }
 }

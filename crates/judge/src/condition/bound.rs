@@ -18,7 +18,7 @@ impl ErrorBound {
         Self { floor: self.floor + floor, ..self }
     }
 
-    pub(super) fn plus(self, other: Self) -> Self {
+    pub(crate) fn plus(self, other: Self) -> Self {
         Self { scale: self.scale + other.scale, floor: self.floor + other.floor }
     }
 

@@ -44,6 +44,7 @@ mod alternatives;
 mod bound;
 mod lanes;
 mod moves;
+mod row;
 mod sequence;
 mod softmax;
 mod terms;
@@ -64,6 +65,7 @@ use terms::{clamp_rounding, importance, kl_flushed, weighted};
 pub(crate) use bound::{ErrorBound, FLUSHED};
 pub(crate) use lanes::{LONG_ROW, lane_sum_error_of};
 pub(crate) use moves::{InputMoves, response};
+pub(crate) use row::RowErrors;
 pub(crate) use sequence::RatioTerms;
 pub(crate) use softmax::{LogitErrors, SoftmaxErrors, entropy_errors, sum_error, transform_rounding};
 pub(crate) use terms::{GradTerms, grad_flushed, grad_terms};
@@ -145,6 +147,7 @@ pub(crate) struct Condition {
     /// Whether f32 arithmetic overflows though f64 does not: any value that is not finite is then an honest answer.
     pub(crate) overflows: bool,
     pub(crate) softmax: SoftmaxErrors,
+    pub(crate) row: RowErrors,
     pub(crate) errors: LogitErrors,
     pub(crate) moves: InputMoves,
     /// The terms of `Σ_u |∂loss/∂w_u|` over the sequence before they cancel, and how far they move.
@@ -186,6 +189,12 @@ impl Condition {
             }
         }
         conditions
+    }
+
+    /// Returns the relative error of the row's sum of exponentials, and of the cotangents that multiply it: all probabilities in dlogits
+    /// share it; 0 unless it is forgiven.
+    pub(crate) fn row_sum(&self) -> f64 {
+        self.softmax.lane_sum + self.row.cotangents
     }
 
     fn new(
@@ -236,6 +245,7 @@ impl Condition {
             .map(|other| logp_bound(reference, token, other.id, LogpSoftmax::Ratio, (&errors, &softmax), bands))
             .collect();
         let others_loss = others_bound(reference, token, &others).finite_or_zero();
+        let row = RowErrors::new(reference, token, &softmax, &errors, bands);
 
         // Flushed values add to the floor: the loss itself, the ratio (which `A` multiplies, and then the sampler's
         // weight), a coefficient that multiplies ℓ, and the ratio in front of the KL estimate.
@@ -257,13 +267,14 @@ impl Condition {
             logp: softmax.logp.finite_or_zero(),
             others: others.into_iter().map(ErrorBound::finite_or_zero).collect(),
             entropy: softmax.entropy.finite_or_zero(),
-            token_loss: token_loss.plus_floor(loss_flushed).plus(others_loss),
+            token_loss: token_loss.plus_floor(loss_flushed).plus(others_loss).plus(row.value.finite_or_zero()),
             kl: with_response(kl_terms, respond(&kl_value)).plus_floor((1.0 + kl_flushed) * FLUSHED),
             ratio: with_response(ratio, respond(&|inputs| inputs.ratio(spec))),
             alternatives,
             tied,
             overflows: overflows(reference, token),
             softmax,
+            row,
             errors,
             moves,
             shared: sequence.terms,

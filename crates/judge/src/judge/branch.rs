@@ -47,7 +47,8 @@ impl<'c> BranchChoice<'c> {
     fn choices(reference: &Reference, token: &'c JudgedToken, limits: &Limits) -> Vec<Self> {
         let alternatives = &token.condition.alternatives;
         let choice = |on: &'c BranchAlternative| {
-            let loss = reference.token_loss(&token.token.inputs, &on.branch) + token.token.of_others;
+            let of_row = token.token.of_others + token.token.row_term.value;
+            let loss = reference.token_loss(&token.token.inputs, &on.branch) + of_row;
             Self { on, towards: None, loss }
         };
         let own = choice(&alternatives[0]);
@@ -92,9 +93,10 @@ pub(super) struct BranchDlogits<'c> {
 }
 
 impl BranchDlogits<'_> {
-    /// Bounds the error of an id's dlogit that a relative error of the row's sum makes: `|G|·p_y/T` of it.
+    /// Bounds the error of an id's dlogit that a relative error of the row's sum makes: `(|G| + |∂loss/∂lse|)·p_y/T` of it.
     pub(super) fn share_of_sum(&self, token: &JudgedToken) -> f64 {
-        self.grads[0].abs() * (1.0 - token.token.probability_of_others) / token.token.temperature()
+        let of_row = token.token.weight * token.token.row_term.by_log_sum_exp;
+        (self.grads[0].abs() + of_row.abs()) * (1.0 - token.token.probability_of_others) / token.token.temperature()
     }
 
     /// Evaluates the exact dlogits of `columns`, and how far each may be off.

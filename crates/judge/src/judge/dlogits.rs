@@ -213,9 +213,16 @@ struct ColumnBlock {
     expected: Vec<(Vec<f64>, ColumnErrors)>,
     /// The movement of each dlogit by an error of the token's entropy, `∂loss/∂H · q_j/T`; empty if no such error is forgiven.
     by_entropy: Vec<f64>,
+    /// The part of each dlogit that no probability is a factor of; empty unless a cross-entropy smooths labels.
+    constant: Vec<f64>,
 }
 
 impl ColumnBlock {
+    /// Returns how far a relative error of 1 of the row's sum moves the dlogit `x` of column `v`.
+    fn by_sum(&self, v: usize, x: f64) -> f64 {
+        x - self.constant.get(v).copied().unwrap_or(0.0)
+    }
+
     /// Moves the exact values of a choice as errors of the row's sum and entropy do: the sum moves all but the ids by one factor, and adds
     /// to the ids' limits.
     fn moved(
@@ -228,7 +235,7 @@ impl ColumnBlock {
     ) -> (Vec<f64>, ColumnErrors) {
         let (exact, bounds) = &self.expected[choice];
         let mut bounds = bounds.clone();
-        let mut moved: Vec<f64> = exact.iter().map(|x| x * (1.0 + shift.sum)).collect();
+        let mut moved: Vec<f64> = exact.iter().enumerate().map(|(v, x)| x + shift.sum * self.by_sum(v, *x)).collect();
         for id in token.ids(reference).filter_map(|id| self.columns.place_of(id)) {
             moved[id] = exact[id];
             bounds.floor[id] += self.sum_error_at_id(token, branch, id);
@@ -244,7 +251,7 @@ impl ColumnBlock {
         // The id's part of the entropy's gradient, −q(ln q + H), moves by as much of itself.
         let log_q = token.token.entropy_softmax.stats.log_probability(self.columns.entropy().z[id]);
         let of_entropy = self.by_entropy.get(id).map_or(0.0, |q| q.abs() * (log_q.abs() + token.token.entropy));
-        (branch.share_of_sum(token) + of_entropy) * token.condition.softmax.lane_sum
+        (branch.share_of_sum(token) + of_entropy) * token.condition.row_sum()
     }
 }
 
@@ -262,7 +269,13 @@ fn walk_rows(
         let range = first..vocab.min(first + AT_ONCE);
         let columns = reference.columns(token.b, token.t, token.token, range.clone());
         let expected = choices.iter().map(|choice| choice.evaluate(reference, token, &columns)).collect();
-        let mut block = ColumnBlock { columns, expected, by_entropy: Vec::new() };
+        let constant = match reference.constant_dlogit(token.token) {
+            0.0 => Vec::new(),
+            constant => columns
+                .slopes()
+                .map_or(vec![constant; range.len()], |slopes| slopes.iter().map(|slope| constant * slope).collect()),
+        };
+        let mut block = ColumnBlock { columns, expected, by_entropy: Vec::new(), constant };
         if let Some(factor) = by_entropy {
             block.by_entropy = block.columns.entropy().probabilities.iter().map(|q| factor * q).collect();
             if let Some(slopes) = block.columns.slopes() {
@@ -288,7 +301,7 @@ struct RowShift {
 fn most_shift(token: &JudgedToken) -> RowShift {
     let softmax = &token.condition.softmax;
     let entropy = if token.token.grad_entropy == 0.0 { 0.0 } else { softmax.entropy_shift };
-    RowShift { sum: softmax.lane_sum, entropy }
+    RowShift { sum: token.condition.row_sum(), entropy }
 }
 
 /// Returns the shared errors that fit each candidate best on each choice; `None` where no such error is forgiven.
@@ -341,7 +354,7 @@ fn sum_shifts(
         for ((exact, bounds), fit) in block.expected.iter().zip(&mut fits[row]) {
             let limits = rows[row].limits(exact, bounds);
             for (v, (x, y)) in exact.iter().zip(actual).enumerate().filter(|(v, _)| !ids.contains(v)) {
-                fit.add(*x, y - x, limits[v]);
+                fit.add(block.by_sum(v, *x), y - x, limits[v]);
             }
         }
     });
@@ -368,7 +381,7 @@ fn entropy_fits(
                     // How an id moves with the sum is in its limit.
                     fit.narrow(0.0, block.by_entropy[v], y - x, limits[v] + block.sum_error_at_id(token, branch, v));
                 } else {
-                    fit.add(*x, block.by_entropy[v], y - x, limits[v]);
+                    fit.add(block.by_sum(v, *x), block.by_entropy[v], y - x, limits[v]);
                 }
             }
         }

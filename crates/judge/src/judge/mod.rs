@@ -28,6 +28,7 @@ use super::lm_head::{self, JudgedHead};
 use super::quantile::{self, KeptSets};
 use super::tolerance::{Grade, Limits};
 use assay_core::problem::{Candidate, FloatView, ProblemError};
+use assay_core::spec::Objective;
 use assay_reference::{HeadReference, Reference};
 use verdict::failures;
 
@@ -176,11 +177,14 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
         failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
     take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard));
     // The bound of sums in lanes takes walks along each row, so it is computed only for candidates that fail without it. In a short row
-    // an entropy's gradient alone can lose so much: one of its terms, the cotangent of logp, may be far larger than all others.
+    // an entropy's gradient alone can lose so much, and that of a smoothed cross-entropy: one of the terms, the cotangent of logp, may be
+    // far larger than all others.
     let standard = limits.at(Grade::Standard).with_sums_in_lanes();
     let long = judged.reference.shape().vocab > condition::LONG_ROW;
+    let smooths =
+        matches!(&judged.reference.spec().objective, Objective::CrossEntropy(of) if of.label_smoothing != 0.0);
     let by_entropy = |verdicts: &[Verdict]| fails_by_entropy(judged.reference, verdicts);
-    take_forgiven(judged, candidates, &mut best, &standard, |verdicts| long || by_entropy(verdicts));
+    take_forgiven(judged, candidates, &mut best, &standard, |verdicts| long || smooths || by_entropy(verdicts));
     // An entropy as a difference of two large numbers has such sums in it, of rows of any length.
     take_forgiven(judged, candidates, &mut best, &standard.with_entropy_as_difference(), by_entropy);
     best

@@ -11,6 +11,7 @@
 
 use super::{LogitsRow, NativeElement, RowGradients, Scores, SoftmaxSettings, TokenIds};
 use assay_algebra::arithmetic::Immediate;
+use assay_algebra::cross_entropy::WholeRow;
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_core::spec::LossSpec;
 
@@ -115,6 +116,14 @@ impl TokenScores {
         match self {
             TokenScores::Row(_) => None,
             TokenScores::Kept(scores) => scores.kl_logp,
+        }
+    }
+
+    /// Returns what the terms of a cross-entropy read of the whole row; `None` of a kept set.
+    pub(crate) fn whole_row(&self) -> Option<WholeRow<f64>> {
+        match self {
+            TokenScores::Row(scores) => Some(scores.whole_row()),
+            TokenScores::Kept(_) => None,
         }
     }
 
@@ -227,7 +236,9 @@ impl SoftmaxSettings {
             if settings.entropy_over_vocabulary { (0.0, grad.entropy) } else { (grad.entropy, 0.0) };
         let set = self.set_dlogits(&columns, ids, scores, grad, of_set);
         let whole = scores.vocabulary.as_ref().map(|vocabulary| {
-            let grad = RowGradients { logp: grad_kl, entropy: of_vocabulary, others: Vec::new() };
+            let others = Vec::new();
+            let grad =
+                RowGradients { logp: grad_kl, entropy: of_vocabulary, others, log_sum_exp: 0.0, mean_logit: 0.0 };
             let at_set = self.dlogits_at(&columns, vocabulary, &grad);
             self.write(row, vocabulary, None, &grad);
             at_set

@@ -21,14 +21,16 @@ mod several;
 mod write;
 
 use assay_algebra::arithmetic::Immediate;
+use assay_algebra::cross_entropy::WholeRow;
 use assay_algebra::softmax;
+use assay_algebra::structure::Structure;
 use assay_core::problem::Float;
 use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
 use assay_simd::exp::{FAR, step};
 use assay_simd::{Isa, PackedElement, UNIT};
 pub(super) use kept::{KeptSettings, KeptToken, TokenScores};
 pub(super) use logits_transform::RowTransform;
-use score::{ScoreRow, ScoreRowInPlace};
+use score::{ScoreRow, ScoreRowInPlace, SumOfRow};
 use several::IdColumn;
 use write::{DlogitsFactors, WriteRow};
 
@@ -55,6 +57,8 @@ pub(super) struct SoftmaxSettings {
     two: bool,
     /// Whether entropy may have a gradient.
     bonus: bool,
+    /// Whether the mean of all logits is read, and has a gradient: label smoothing.
+    smoothing: bool,
 }
 
 /// The exponentials of a block, aligned to cache lines.
@@ -92,6 +96,8 @@ pub(super) struct Scores {
     /// Log-probability of the token's first id, nats.
     pub(super) logp: f64,
     pub(super) entropy: f64,
+    /// Mean gap of all columns below the maximum, over `T`; 0 unless label smoothing reads it.
+    mean_gap: f64,
     /// All ids of the token in order, if it has several.
     several: Vec<IdColumn>,
 }
@@ -159,6 +165,10 @@ pub(super) struct RowGradients {
     pub(super) entropy: f64,
     /// Derivatives by logp of the other ids, in order.
     pub(super) others: Vec<f64>,
+    /// Derivative by the row's log-sum-exp, besides that through logp.
+    pub(super) log_sum_exp: f64,
+    /// Derivative by the mean of the row's logits over `T`.
+    pub(super) mean_logit: f64,
 }
 
 /// A logits row, and the row to which its dlogits are written.
@@ -191,6 +201,29 @@ impl Exponent {
     }
 }
 
+impl Scores {
+    /// Returns the scores with the mean of the row's transformed logits, whose sum over `columns` is given.
+    fn with_mean_of(self, sum: Option<f64>, columns: usize) -> Self {
+        let Exponent { max, inverse_temperature } = self.logp_softmax.exponent;
+        let mean_gap = |sum: f64| (f64::from(max) - sum / columns as f64) * inverse_temperature;
+        Self { mean_gap: sum.map_or(0.0, mean_gap), ..self }
+    }
+
+    /// Returns what the terms of a cross-entropy read of the row.
+    pub(super) fn whole_row(&self) -> WholeRow<f64> {
+        let RowSoftmax { exponent: Exponent { max, inverse_temperature }, end, .. } = self.logp_softmax;
+        WholeRow { max: f64::from(max) * inverse_temperature, log_sum: end.log_sum, mean_gap: self.mean_gap }
+    }
+}
+
+impl RowGradients {
+    /// Whether every derivative is 0.
+    fn is_zero(&self) -> bool {
+        let Self { logp, entropy, others, log_sum_exp, mean_logit } = self;
+        [*logp, *entropy, *log_sum_exp, *mean_logit].iter().chain(others).all(|grad| *grad == 0.0)
+    }
+}
+
 impl SoftmaxSettings {
     pub(super) fn new(spec: &LossSpec, isa: Isa, transform: RowTransform) -> Self {
         let two = spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
@@ -202,6 +235,7 @@ impl SoftmaxSettings {
             logp_factor: if two { 1.0 / temperature } else { 1.0 },
             two,
             bonus: spec.entropy_coef != 0.0 || spec.dentropy,
+            smoothing: Structure::from_spec(spec).row_terms.smoothing,
         }
     }
 
@@ -213,10 +247,11 @@ impl SoftmaxSettings {
     /// Scores the row of an unmasked token, whose gaps `rate` multiplies.
     pub(super) fn score<E: NativeElement>(&self, row: &[E], ids: &TokenIds, rate: f64) -> Scores {
         let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
+        let sum = self.sum_of(row);
         let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
             self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, saved: None })
         });
-        scores.with(several, rate)
+        scores.with(several, rate).with_mean_of(sum, row.len())
     }
 
     /// Scores a row and saves its exponentials: over its logits if those are f32, dlogits go there too, and nothing
@@ -229,7 +264,15 @@ impl SoftmaxSettings {
         saved: &mut SavedExponentials,
     ) -> Scores {
         let (id, several) = self.target_of(row.logits(), ids);
-        self.score_target_and_save(row, id, rate, saved).with(several, rate)
+        // The logits are summed before their exponentials may replace them, while the row comes into the cache.
+        let sum = self.sum_of(row.logits());
+        let scores = self.score_target_and_save(row, id, rate, saved);
+        scores.with(several, rate).with_mean_of(sum, row.dlogits.len())
+    }
+
+    /// Sums the transformed logits of a row, if label smoothing reads their mean.
+    fn sum_of<E: NativeElement>(&self, row: &[E]) -> Option<f64> {
+        self.smoothing.then(|| self.isa.run(SumOfRow { row, transform: &self.transform }))
     }
 
     fn score_target_and_save<E: NativeElement>(
@@ -240,12 +283,13 @@ impl SoftmaxSettings {
         saved: &mut SavedExponentials,
     ) -> Scores {
         // The exponentials can replace f32 logits if the write needs nothing but them: one softmax, and no entropy
-        // gradient. The target is read first, as such a walk overwrites it.
+        // gradient, and no label smoothing. The target is read first, as such a walk overwrites it.
         let (transform, target) = (&self.transform, row.logits()[id]);
         saved.over_logits = false;
         if row.logits.is_none()
             && !self.two
             && !self.bonus
+            && !self.smoothing
             && let Some(row) = E::as_floats(row.dlogits)
         {
             saved.over_logits = true;
@@ -286,6 +330,7 @@ impl SoftmaxSettings {
             target_slope: self.transform.transformed(id, target).1,
             logp: logp_softmax.end.logp(&mut Immediate) * self.logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
+            mean_gap: 0.0,
             several: Vec::new(),
         }
     }
@@ -299,7 +344,7 @@ impl SoftmaxSettings {
         grad: &RowGradients,
     ) {
         // A derivative of 0 leaves its term out, so that nothing multiplies it into a NaN.
-        if grad.logp == 0.0 && grad.entropy == 0.0 && grad.others.iter().all(|grad| *grad == 0.0) {
+        if grad.is_zero() {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
@@ -309,10 +354,13 @@ impl SoftmaxSettings {
         let (transform, inverse_temperature) = (&self.transform, entropy.exponent.inverse_temperature);
         let by_logit = inverse_temperature * transform.factor;
         let of_all = grad.logp + grad.others.iter().sum::<f64>();
-        let policy = if of_all == 0.0 { 0.0 } else { of_all * by_logit / of_logp.sum };
+        let share = |grad: f64| if grad == 0.0 { 0.0 } else { grad * by_logit / of_logp.sum };
+        let (policy, of_sum) = (share(of_all), share(grad.log_sum_exp));
+        let constant = grad.mean_logit * by_logit / row.dlogits.len() as f64;
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * by_logit / of_entropy.sum };
         let factors = DlogitsFactors {
-            policy: -policy,
+            policy: of_sum - policy,
+            constant,
             // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
             slope: bonus * inverse_temperature * step(inverse_temperature),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
@@ -327,6 +375,7 @@ impl SoftmaxSettings {
         // One id: its dlogit is `G·(1 − p)`, from the sum of the others, in which nothing cancels. It is computed before the row is
         // overwritten.
         let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
+        let target = if of_sum == 0.0 { target } else { target + of_sum * of_logp.target } + constant;
         let target = match of_entropy.target {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset + bonus * of_entropy.target_gap),
@@ -349,7 +398,8 @@ impl SoftmaxSettings {
         let mut of_support = LogitsRow { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
             let two = self.two && (factors.slope != 0.0 || factors.offset != 0.0);
-            let saved = saved.filter(|_| !two);
+            // Saved exponentials are multiplied by the slopes of the cap, which the constant is not.
+            let saved = saved.filter(|_| !two && factors.constant == 0.0);
             self.isa.run(WriteRow { row: &mut of_support, transform, logp, entropy, two, saved, factors });
         } else {
             factors.write_carefully(&mut of_support, transform, logp, entropy, saved);
@@ -398,6 +448,7 @@ impl SoftmaxSettings {
             // A column's part is `share·e_j + bonus·e_j·(a_j − ā)`, `a_j` counted in steps. A factor of 0 leaves its
             // term out, as `ā` need not be finite and 0·∞ is NaN.
             policy: share,
+            constant: 0.0,
             slope: bonus * inverse_temperature * entropy.step(),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * mean_gap },
         };

@@ -92,6 +92,46 @@ impl SimdTask for ScoreRowInPlace<'_> {
     }
 }
 
+/// The pass over a row that sums its transformed logits, in f64.
+pub(super) struct SumOfRow<'r, E> {
+    pub(super) row: &'r [E],
+    pub(super) transform: &'r RowTransform,
+}
+
+impl<E: NativeElement> SimdTask for SumOfRow<'_, E> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn on<S: Simd>(self, simd: S) -> f64 {
+        let Self { row, transform } = self;
+        let map = transform.map(simd);
+        let mut mapped = TransformedBlock::room();
+        let mut sums = simd.sums();
+        let (blocks, tail) = row.as_chunks::<BLOCK>();
+        for (i, block) in blocks.iter().enumerate() {
+            let units = units(block);
+            if let Some(map) = map {
+                map.block(simd, i, units, &mut mapped, false);
+                sums = added(simd, sums, &mapped.t);
+            } else {
+                sums = added(simd, sums, units);
+            }
+        }
+        // The last block is not whole: its columns are few.
+        let of_tail = |(j, x): (usize, &E)| transform.transformed(blocks.len() * BLOCK + j, *x).0;
+        simd.total(sums) + tail.iter().enumerate().map(of_tail).sum::<f64>()
+    }
+}
+
+/// Adds the elements of a block to sums in f64.
+#[inline(always)]
+fn added<S: Simd, E: NativeElement>(simd: S, sums: S::Sums, block: &[[E; UNIT]; UNITS]) -> S::Sums {
+    block.iter().fold(sums, |sums, unit| {
+        let [low, high] = E::load(simd, unit);
+        simd.accumulate(simd.accumulate(sums, low), high)
+    })
+}
+
 pub(super) fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
     block.as_chunks().0.try_into().expect("a block is whole units")
 }

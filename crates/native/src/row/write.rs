@@ -8,13 +8,15 @@ use super::{BLOCK, ExpBlock, Exponent, LogitsRow, NativeElement, SavedExponentia
 use assay_simd::exp::{Exp, SCALE};
 use assay_simd::{ExpFactor, PackedElement, Simd, SimdTask, Streaming, UNIT, smallest};
 
-/// The factors of dlogits: `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax
-/// that entropy is of.
+/// The factors of dlogits: `dx_j = e_j·policy + q_j·(slope·a_j + offset) + constant`, with `a` in steps and `q` of the
+/// softmax that entropy is of.
 #[derive(Clone, Copy)]
 pub(super) struct DlogitsFactors {
     pub(super) policy: f64,
     pub(super) slope: f64,
     pub(super) offset: f64,
+    /// The part that all columns have alike, of label smoothing; 0 without it.
+    pub(super) constant: f64,
 }
 
 impl DlogitsFactors {
@@ -61,7 +63,7 @@ impl DlogitsFactors {
             let policy = if self.policy == 0.0 { 0.0 } else { term(logp, t, &|_| self.policy) };
             let bonus = |a: f64| self.slope * a + self.offset;
             let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, t, &bonus) };
-            let sum = policy + bonus;
+            let sum = policy + bonus + self.constant as f32;
             row.dlogits[j] = E::from_f32(if sum == 0.0 { 0.0 } else { sum * tanh_slope as f32 });
         }
     }
@@ -87,7 +89,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) {
         const NOT_SAVED: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
-        let DlogitsFactors { policy, slope, offset } = self.factors;
+        let DlogitsFactors { policy, slope, offset, constant } = self.factors;
         let streaming = Streaming::begin();
         // Saved exponentials are already multiplied by the slopes of the cap.
         let sloped = self.two || self.saved.is_none();
@@ -111,8 +113,16 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
                 let again = OneSoftmax { softmax: RecomputedExp::new(simd, self.logp, largest), factors };
+                let constant = (constant != 0.0).then(|| simd.splat(constant as f32));
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_SAVED, &again);
+                    let (mapping, logits) = (mapping.as_mut(), self.row.logits);
+                    match constant {
+                        None => write(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &again),
+                        Some(constant) => {
+                            let smoothed = PlusConstant { of_softmax: again, constant };
+                            write(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &smoothed);
+                        }
+                    }
                 }
             }
             // Saved exponentials: each block's are relative to the maximum at its time, so that its factors fade with later ones.
@@ -286,7 +296,24 @@ impl<S: Simd> DlogitsUnit<S> for TimesSlope<S> {
     }
 }
 
+/// Dlogits `e_j·(slope·a_j + factor) + constant`, of exponentials that are computed again.
+struct PlusConstant<S: Simd> {
+    of_softmax: OneSoftmax<S>,
+    constant: S::Lanes,
+}
+
+impl<S: Simd> DlogitsUnit<S> for PlusConstant<S> {
+    #[inline(always)]
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
+        let [low, high] = E::load(simd, logits);
+        let OneSoftmax { softmax, factors } = self.of_softmax;
+        let [low, high] = [softmax.sloped(simd, low, factors), softmax.sloped(simd, high, factors)];
+        E::store(simd, [simd.add(low, self.constant), simd.add(high, self.constant)], logits);
+    }
+}
+
 /// Dlogits `e_j·(slope·a_j + factor)`, of exponentials that are computed again.
+#[derive(Clone, Copy)]
 struct OneSoftmax<S: Simd> {
     softmax: RecomputedExp<S>,
     factors: [S::Lanes; 2],

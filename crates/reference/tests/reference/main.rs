@@ -13,6 +13,7 @@ mod common {
 }
 
 mod by_hand;
+mod cross_entropy;
 mod exponential;
 mod family;
 mod family_edges;

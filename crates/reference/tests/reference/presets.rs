@@ -238,6 +238,9 @@ axolotl | beta=0.1 | | {"kl": "plain 0.1 k3", "objective": "clip 0.2 0.2 -", "re
 axolotl | use_vllm=true | sampled | {"rollout": {"level": "sequence", "outside": "mask", "max": 3, "min": null}}
 axolotl AxolotlAsyncGRPOTrainer | use_vllm=true vllm_importance_sampling_cap=2 | sampled | {"rollout": {"level": "token", "min": 0.5, "max": 2}}
 rl-kernel | beta=0.04 | | {"kl": "plain 0.04 k3", "advantages": "sequence", "reduction": "token_mean"}
+cross-entropy | | | {"objective": {"cross_entropy": {"label_smoothing": 0, "z_loss": 0}}, "old_logp": "current", "reduction": "token_mean"}
+cross-entropy | label_smoothing=0.1 z_loss=1e-4 softcap=30 logit_scale=0.5 reduction=sum | | {"objective": {"cross_entropy": {"label_smoothing": 0.1, "z_loss": 1e-4}}, "logits": {"scale": 0.5, "softcap": 30}, "reduction": {"normalizer": 1}}
+cross-entropy | reduction=none | token-weights | {"token_weights": {"applies_to": "policy"}, "reduction": {"normalizer": 1}}
 archer | | | {"objective": {"aspo": {"epsilon_low": 0.4, "epsilon_high": 0.4, "selected": {"epsilon_low": 0.2, "epsilon_high": 0.2}}}}
 archer | ALIKE | | {"objective": {"aspo": {"epsilon_low": 0.2, "epsilon_high": 0.2}}}
 areal | m2_threshold=0.04 | sampled | {"rejection": []}
@@ -371,6 +374,9 @@ axolotl | trl.loss_type=luspo | `loss_type` & importance_sampling_level
 axolotl | use_liger_loss=true | `use_liger_loss` & liger
 axolotl | loss_type=dr_grpo | `max_completion_length`
 axolotl AxolotlAsyncGRPOTrainer | loss_type=vespo | `loss_type` & vespo
+cross-entropy | reduction=average | `reduction` & mean, sum
+cross-entropy | weight=2 | `weight` & same
+cross-entropy | size_average=true | `size_average` & reduction
 rl-kernel | beta=high | `beta` & a number
 prime-rl | temperatures=given temperature=0.7 | `temperature` & 0.7
 verl | temperature=given use_fused_kernels=true | `use_fused_kernels` & one

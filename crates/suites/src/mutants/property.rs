@@ -304,6 +304,20 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
+        // Few columns, so that a share of one of them shows.
+        MutantKind::CrossEntropy => {
+            let of = |label_smoothing, z_loss, token_weights| LossSpec {
+                token_weights,
+                ..LossSpec::cross_entropy(label_smoothing, z_loss)
+            };
+            let weights = Some(TokenWeights { applies_to: LossTerms::Policy });
+            Grid {
+                specs: vec![of(0.1, 0.0, None), of(0.0, 0.01, None), of(0.2, 0.001, weights)],
+                shapes: vec![[4, 6, 33], [4, 6, 5]],
+                regimes: vec![Regime::Normal, Regime::Small],
+                ..Grid::default()
+            }
+        }
         // Noise of 200 nats makes ratios that overflow f32 in one direction and vanish in the other.
         MutantKind::Overflow => Grid {
             specs: vec![by_token()],
@@ -471,6 +485,7 @@ fn grid(class: MutantKind) -> Grid {
         MutantKind::Reduction => Grid {
             specs: vec![
                 penalised(k3()),
+                LossSpec::cross_entropy(0.0, 0.0),
                 reduced(Reduction::SequenceMean { rows: Rows::All }),
                 reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
                 reduced(Reduction::SequenceSum { rows: Rows::All }),

@@ -25,13 +25,14 @@ const DRAWN: usize = 400;
 const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [MutantKind; 18] = [
+const SELDOM_DRAWN: [MutantKind; 19] = [
     MutantKind::Sizes,
     MutantKind::Overflow,
     MutantKind::Logits,
     MutantKind::Support,
     MutantKind::Topr,
     MutantKind::Aspo,
+    MutantKind::CrossEntropy,
     MutantKind::LogClip,
     MutantKind::KlWeight,
     MutantKind::KlClamp,

@@ -17,6 +17,7 @@
 mod archer;
 mod areal;
 mod axolotl;
+mod cross_entropy;
 mod fast_llm;
 mod liger;
 mod loss_type;
@@ -88,11 +89,13 @@ pub enum Preset {
     Axolotl,
     /// RL-Kernel, commit 202f0e30, its native and its Triton operator.
     RlKernel,
+    /// Cross-entropy, as `PyTorch` 2.15 has it, with a z-loss and a softcap.
+    CrossEntropy,
 }
 
 impl Preset {
     /// The list of all projects.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Trl,
         Self::Verl,
         Self::Tunix,
@@ -112,6 +115,7 @@ impl Preset {
         Self::Torchtitan,
         Self::Axolotl,
         Self::RlKernel,
+        Self::CrossEntropy,
     ];
 
     /// Returns the name on the command line, the functions, the usual one first, and the reader of options.
@@ -136,6 +140,7 @@ impl Preset {
             Self::Torchtitan => ("torchtitan", torchtitan::FUNCTIONS, torchtitan::resolve),
             Self::Axolotl => ("axolotl", axolotl::FUNCTIONS, axolotl::resolve),
             Self::RlKernel => ("rl-kernel", rl_kernel::FUNCTIONS, rl_kernel::resolve),
+            Self::CrossEntropy => ("cross-entropy", cross_entropy::FUNCTIONS, cross_entropy::resolve),
         }
     }
 
@@ -165,6 +170,7 @@ impl Preset {
             Self::FastLlm => "commit 7d61a1ba",
             Self::Axolotl => "0.19.0",
             Self::RlKernel => "commit 202f0e30",
+            Self::CrossEntropy => "of PyTorch 2.15",
         }
     }
 
