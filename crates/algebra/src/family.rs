@@ -11,6 +11,8 @@ pub enum KernelScope {
     Token,
     /// All tokens of a sequence that has at least one unmasked token.
     Row,
+    /// The same, and every column of each token, for a cross-entropy's terms of the whole row.
+    RowAndColumns,
     /// All tokens of a sequence, and sequences without an unmasked token too.
     AnyRow,
     /// No loss at all: the kernel returns logp and entropy.
@@ -62,18 +64,14 @@ impl KernelScope {
             return Err(UnsupportedSetting { field, given, supported: "`selected` given with the batch" });
         }
         unless(spec.top_entropy.is_none(), "top_entropy", &|| written(&spec.top_entropy), TOKENS)?;
-        // The whole row of a cross-entropy's terms is summed by the kernel that is written for any spec.
+        // Sums over the whole row besides those of a softmax are written where a program is not one of a kernel's passes.
         if let Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }) = spec.objective {
-            let native = "0: the row's own terms are the CPU kernel's";
+            let sees_columns = matches!(self, KernelScope::AnyRow | KernelScope::RowAndColumns);
+            let elsewhere = "0: the terms of a whole row are computed by native and xla";
             let field = "objective.cross_entropy.label_smoothing";
-            unless(
-                self == KernelScope::AnyRow || label_smoothing == 0.0,
-                field,
-                &|| label_smoothing.to_string(),
-                native,
-            )?;
+            unless(sees_columns || label_smoothing == 0.0, field, &|| label_smoothing.to_string(), elsewhere)?;
             let field = "objective.cross_entropy.z_loss";
-            unless(self == KernelScope::AnyRow || z_loss == 0.0, field, &|| z_loss.to_string(), native)?;
+            unless(sees_columns || z_loss == 0.0, field, &|| z_loss.to_string(), elsewhere)?;
         }
         // A sequence without a token is seen only by kernels that see the whole batch.
         let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);

@@ -346,7 +346,7 @@ fn draft<P: Subject>(
                     cause.diagnoses.extend(dependences(bench, &kept));
                 }
                 #[cfg(feature = "mutants")]
-                {
+                if !patterns.are_roundings() {
                     cause.like = named(campaign, bench, &kind, (&problem, candidate), &bucket, passing);
                 }
             }

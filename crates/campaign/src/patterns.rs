@@ -64,6 +64,11 @@ impl AgreedPatterns {
         all
     }
 
+    /// Whether the errors are roundings of a sum, by which a kernel is like a mutant by chance alone.
+    pub(crate) fn are_roundings(&self) -> bool {
+        self.patterns.iter().any(|pattern| matches!(pattern, Diagnosis::NaiveSum(_)))
+    }
+
     /// Whether two causes show one mistake.
     pub(crate) fn is_like(&self, other: &Self) -> bool {
         let shared = self.patterns.iter().any(|pattern| other.patterns.iter().any(|theirs| pattern.is_like(theirs)));

@@ -9,6 +9,8 @@
 //! dx_y =  G s_y / (S·T) + E e_y (a_y − ā) / (S·T)
 //! ```
 //!
+//! A cross-entropy that reads the whole row has `∂loss/∂lse · e_j / (S·T) + ∂loss/∂mean / (V·T)` in every column besides.
+//!
 //! Logits are widened to f32 and every statistic is f32. The operations are those that JAX lowers this to (maximum,
 //! subtract, exponential, reduce, gather, select), with five differences, each of which a careful user would make:
 //! the target's logit is gathered from the logits as they are given, since a gather from their copy in f32 has XLA write
@@ -28,8 +30,9 @@
 use super::program::{CoreInputs, CoreOutputs, HloBiases, Program};
 use crate::mesh::MeshAxis;
 use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::cross_entropy::{WholeRow, WholeRowTerm, row_term};
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
-use assay_algebra::structure::{SpecNumber, Structure};
+use assay_algebra::structure::{SpecNumber, SpecNumbers, Structure, TokenInput};
 use assay_algebra::transform::Transform;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
@@ -79,13 +82,20 @@ pub(crate) fn core_gathering(
     let entropy = entropy_softmax.softmax.entropy(on);
 
     // The loss of each token, then dlogits from its derivatives by logp and by the entropy.
-    let (token, grad_logp) = on.token_loss(structure, given, logp);
+    let (mut token, grad_logp) = on.token_loss(structure, given, logp);
     let policy = GradientTerm { factor: grad_logp, through: &logp_softmax };
     let bonus = structure.entropy_bonus.map(|_| {
         let factor = on.per_token(given.entropy_factor);
         GradientTerm { factor, through: &entropy_softmax }
     });
-    let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), scales[0]);
+    let mut dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), scales[0]);
+    if structure.row_terms.any() {
+        let term = on.row_term(structure, given, &row, (&entropy_softmax, scales[0]), &columns);
+        token.loss = on.builder.add(token.loss, term.value);
+        token.reduced = on.builder.add(token.reduced, term.value);
+        let of_row = on.dlogits_of_row(given, &entropy_softmax, &term, scales[0]);
+        dlogits = on.builder.add(dlogits, of_row);
+    }
     let dlogits = match structure.transform {
         Some(transform) => on.through(transform, given, &row, dlogits),
         None => dlogits,
@@ -271,6 +281,64 @@ impl Program {
         let inverse = inverse_temperature.map(|inverse| self.per_token(inverse));
         let sums = SoftmaxSums { max: row.max, target_logit: row.target_logit, others, weighted };
         BaselineSoftmax { gap, exp, softmax: sums.softmax(self, inverse) }
+    }
+
+    /// The terms of a cross-entropy that read the whole row, `[b,t]` each, times the token's own weight.
+    fn row_term(
+        &mut self,
+        structure: Structure,
+        given: &CoreInputs,
+        row: &SoftmaxInput,
+        (softmax, inverse_temperature): (&BaselineSoftmax, Option<HloValue>),
+        columns: &TargetColumns,
+    ) -> WholeRowTerm<HloValue> {
+        let numbers = structure.numbers().into_iter().map(|number| (number, self.per_token(given.number(number))));
+        let numbers = SpecNumbers::new(numbers.collect::<Vec<_>>());
+        let max = inverse_temperature.map_or(row.max, |inverse| self.times(row.max, inverse));
+        // Gaps are not negative, so that nothing cancels in their sum; columns past `V` have none.
+        let zero = self.constant_elements(0.0);
+        let gaps = columns.real.map_or(softmax.gap, |real| self.builder.select(real, softmax.gap, zero));
+        let sum = self.builder.reduce(Fold::Add, gaps, &[2]);
+        let sum = self.over(&[MeshAxis::Vocab], Fold::Add, sum);
+        let vocab = self.constant(self.vocab as f64);
+        let mean_gap = self.builder.divide(sum, vocab);
+        let whole = WholeRow { max, log_sum: softmax.softmax.log_sum, mean_gap };
+        let term = row_term(self, structure, &numbers, whole);
+        let Some(weight) = given.input(TokenInput::PolicyWeight) else { return term };
+        // A weight of 0 leaves the terms out, even where they are infinite.
+        let nothing = self.constant(0.0);
+        let out = self.builder.compare(HloComparison::Equal, weight, nothing);
+        let mut weighed = |x: HloValue| {
+            let product = self.builder.multiply(weight, x);
+            self.builder.select(out, nothing, product)
+        };
+        WholeRowTerm {
+            value: weighed(term.value),
+            by_log_sum_exp: weighed(term.by_log_sum_exp),
+            by_mean: weighed(term.by_mean),
+        }
+    }
+
+    /// The part of dlogits of those terms, `[b,t,v]`, 0 where a token is masked.
+    fn dlogits_of_row(
+        &mut self,
+        given: &CoreInputs,
+        softmax: &BaselineSoftmax,
+        term: &WholeRowTerm<HloValue>,
+        inverse_temperature: Option<HloValue>,
+    ) -> HloValue {
+        let weight = inverse_temperature.map_or(given.grad_weight, |inverse| self.times(given.grad_weight, inverse));
+        let of_sum = self.builder.multiply(weight, term.by_log_sum_exp);
+        let of_sum = self.builder.divide(of_sum, softmax.softmax.sum);
+        let of_sum = self.per_element(of_sum);
+        let of_sum = self.builder.multiply(of_sum, softmax.exp);
+        let vocab = self.constant(self.vocab as f64);
+        let of_mean = self.builder.multiply(weight, term.by_mean);
+        let of_mean = self.builder.divide(of_mean, vocab);
+        let of_mean = self.per_element(of_mean);
+        let both = self.builder.add(of_sum, of_mean);
+        let (zero, counts) = (self.constant_elements(0.0), self.per_element(given.mask));
+        self.builder.select(counts, both, zero)
     }
 
     /// `[b,t,v]`, f32. A factor of 0, and a column of probability 0, leave their term out, so that nothing multiplies

@@ -517,9 +517,8 @@ impl LossProgram {
     /// Returns how much of a batch the program sees when it computes a token's loss.
     fn reach(self) -> KernelScope {
         match self.core {
-            LossCore::Baseline | LossCore::Alternative(_) | LossCore::TwoPass | LossCore::GpuTwoPass => {
-                KernelScope::Row
-            }
+            LossCore::Baseline => KernelScope::RowAndColumns,
+            LossCore::Alternative(_) | LossCore::TwoPass | LossCore::GpuTwoPass => KernelScope::Row,
             LossCore::OnePass | LossCore::GpuOnePass => KernelScope::Token,
             LossCore::Entropy | LossCore::GpuLogp => KernelScope::Softmax,
         }
