@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 #: The campaigns that an entry may ask for, by the name of the function of `assay`.
-CAMPAIGNS = ("check", "check_logp", "check_loss")
+CAMPAIGNS = ("check", "check_logp", "check_loss", "check_cross_entropy")
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,13 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
     }
     // Then what each project computes by default, and under each `loss_type`.
     for preset in Preset::ALL {
+        let usual = preset_spec(preset, None, &[]);
         for function in preset.functions() {
+            let Some(spec) = preset_spec(preset, Some(function), &[]) else { continue };
             let is_usual = *function == preset.functions()[0];
             let name = if is_usual { preset.versioned() } else { format!("{} {function}", preset.versioned()) };
-            if let Some(spec) = preset_spec(preset, Some(function), &[]) {
+            // Functions of one default have one name.
+            if is_usual || usual.as_ref() != Some(&spec) {
                 add(format!("the default of {name}"), spec);
             }
         }
