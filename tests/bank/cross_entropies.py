@@ -100,7 +100,7 @@ class UpstreamIgnored(torch.autograd.Function):
         return ctx.gradient, None
 
 
-@wrong(KIND, r"upstream gradient", campaign=CAMPAIGN)
+@wrong(KIND, r"upstream gradient", also=r"that of what it is called with", campaign=CAMPAIGN)
 def gradient_of_the_forward_pass(logits: Any, ids: Any) -> Any:
     """The gradient is made in the forward pass, and the upstream gradient is not looked at."""
     return UpstreamIgnored.apply(logits, ids)
@@ -112,7 +112,7 @@ class MultipliedInPlace(UpstreamIgnored):
         return ctx.gradient.mul_(sent.to(ctx.gradient.dtype)), None
 
 
-@wrong(KIND, r"second backward pass", campaign=CAMPAIGN)
+@wrong(KIND, r"second backward pass", also=r"dlogits are -1\.9+\d* times", campaign=CAMPAIGN)
 def gradient_multiplied_in_place(logits: Any, ids: Any) -> Any:
     """The kept gradient is multiplied where it lies: a second backward pass has the first's factor too, as in Liger 0.8.5."""
     return MultipliedInPlace.apply(logits, ids)
