@@ -42,6 +42,8 @@ impl KernelScope {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
             if computed { Ok(()) } else { Err(UnsupportedSetting { field, given: given(), supported }) }
         };
+        // A divergence from a teacher reads a second distribution, which no kernel is given.
+        unless(!spec.reads_teacher(), "objective", &|| "distillation".into(), "another: there is no teacher")?;
         // A softmax alone must be that of logits as they are, for one id.
         if self == KernelScope::Softmax {
             return expect_one_id(spec).and_then(|()| expect_plain_logits(spec));

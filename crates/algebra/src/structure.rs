@@ -516,7 +516,8 @@ impl ObjectiveForm {
             Objective::Topr(topr) => ObjectiveForm::Topr { selected: topr.positive == PositiveTokens::Selected },
             Objective::Aspo(aspo) => ObjectiveForm::Aspo { selected: aspo.selected.is_some() },
             Objective::CrossEntropy(_) => ObjectiveForm::CrossEntropy,
-            Objective::None => ObjectiveForm::None,
+            // No kernel computes a divergence: `KernelScope::expect` refuses it.
+            Objective::Distillation(_) | Objective::None => ObjectiveForm::None,
         }
     }
 }

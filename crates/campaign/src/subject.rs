@@ -7,7 +7,7 @@ use ndarray::{Array, Array3, ArrayViewD, Dimension, s};
 
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
+use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape, Teacher};
 use assay_core::spec::{LogitsTransform, LossSpec, OldLogp};
 use assay_fixture::{FixtureError, ProblemFile};
 use assay_judge::generate::{Recipe, RecipeError, Regime};
@@ -276,4 +276,13 @@ fn refill_tokens<L>(memory: &mut Problem<L>, content: &mut Problem<L>) {
         refill(&mut memory.dlogp, &mut content.dlogp);
     }
     refill_optional(&mut memory.kept_ids, &mut content.kept_ids);
+    if let (Some(memory), Some(content)) = (&mut memory.teacher, &mut content.teacher) {
+        if memory.floats().dtype() == content.floats().dtype() && memory.floats().shape() == content.floats().shape() {
+            memory.floats_mut().assign(content.floats());
+            swap(memory.floats_mut(), content.floats_mut());
+        }
+        if let (Teacher::TopK(memory), Teacher::TopK(content)) = (memory, content) {
+            refill(&mut memory.ids, &mut content.ids);
+        }
+    }
 }

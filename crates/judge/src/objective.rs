@@ -71,7 +71,10 @@ impl ObjectiveTerms {
                 let exponent = vespo_exponent_rounding(vespo, inputs);
                 Self { value: plain.value * exponent, by_logp: plain.by_logp * exponent, is_score: true, ..plain }
             }
-            Objective::ClipCov(_) | Objective::ImportanceSampling(_) | Objective::None => plain,
+            // The bounds of a divergence are those of `distillation.rs`.
+            Objective::ClipCov(_) | Objective::ImportanceSampling(_) | Objective::Distillation(_) | Objective::None => {
+                plain
+            }
         }
     }
 }

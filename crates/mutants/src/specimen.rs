@@ -78,7 +78,8 @@ impl Specimen {
             | Objective::TrustRegion(_)
             | Objective::Dro(_)
             | Objective::KlCov(_)
-            | Objective::ClipCov(_) => false,
+            | Objective::ClipCov(_)
+            | Objective::Distillation(_) => false,
         };
         let computed = [
             (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy and none"),

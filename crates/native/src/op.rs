@@ -328,6 +328,7 @@ impl<'s> Op<'s> {
                 },
                 others,
                 kept_ids,
+                teacher: None,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

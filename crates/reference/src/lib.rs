@@ -9,6 +9,7 @@
 
 mod columns;
 mod cross_entropy;
+mod distillation;
 mod exponential;
 mod gradient;
 mod kl;
@@ -32,6 +33,7 @@ use rayon::prelude::*;
 
 pub use columns::{SoftmaxColumns, TokenColumns};
 pub use cross_entropy::{RowLogits, RowTerm};
+pub use distillation::{DivergenceBin, TokenDivergence};
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, clipped};
@@ -170,6 +172,8 @@ pub struct Reference<'p> {
     tokens: Array2<Option<Token>>,
     /// The other ids of each token, in order; empty for a masked token.
     others: Array2<Vec<OtherLogp>>,
+    /// The divergence of each token from its teacher; `None` for a masked token and for other objectives.
+    divergences: Array2<Option<TokenDivergence>>,
     loss: f64,
     metrics: Metrics,
 }
@@ -259,13 +263,29 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored).expect("one entry a token");
     let others = Array2::from_shape_vec((shape.batch, shape.tokens), others).expect("one entry a token");
 
+    // A divergence from a teacher is of values of size V too.
+    let divergence = |at: (usize, usize)| {
+        let (distillation, token) = (spec.as_distillation()?, scored[at]?);
+        let ScaledSoftmax { divisor, stats, .. } = token.logp_softmax;
+        Some(TokenDivergence::new(distillation, problem, at, divisor, stats))
+    };
+    let positions: Vec<(usize, usize)> = ndarray::indices(scored.dim()).into_iter().collect();
+    let divergences: Vec<_> = positions.into_par_iter().map(divergence).collect();
+    let divergences = Array2::from_shape_vec(scored.dim(), divergences).expect("one entry a token");
+
     // The entropy mask is a quantile over the batch.
     let entropies = scored.mapv(|token| token.map(|token| token.entropy));
     let high = match &spec.top_entropy {
         Some(top) => selection::top_entropy(top, &entropies),
         None => entropies.mapv(|_| true),
     };
-    joined(spec, given, &corrections, &scored, others, &high)
+    joined(spec, given, &corrections, &scored, TokenExtras { others, divergences }, &high)
+}
+
+/// Values of tokens that only some specs have.
+struct TokenExtras {
+    others: Array2<Vec<OtherLogp>>,
+    divergences: Array2<Option<TokenDivergence>>,
 }
 
 /// Completes the evaluation with all that depends on more than one token, given the tokens of `high` entropy.
@@ -274,13 +294,13 @@ fn joined<'p>(
     given: Cow<'p, Problem>,
     corrections: &Corrections,
     scored: &Array2<Option<TokenScore>>,
-    others: Array2<Vec<OtherLogp>>,
+    TokenExtras { others, divergences }: TokenExtras,
     high: &Array2<bool>,
 ) -> Result<Reference<'p>, ProblemError> {
     let problem = &*given;
     let shape = problem.shape();
     // Terms of each token, then the weights of the reductions, then the coupling of tokens that share a ratio.
-    let mut tokens = join(spec, problem, corrections, scored, high)?;
+    let mut tokens = join(spec, problem, corrections, scored, &divergences, high)?;
     let sequences = problem.sequences();
     weigh(spec, problem, &sequences, &mut tokens);
     couple(spec, &sequences, &mut tokens);
@@ -292,7 +312,7 @@ fn joined<'p>(
         .collect();
     let loss = reduction::loss(spec, &tokens, sequences.len(), &empty);
     let metrics = reduction::metrics(spec, &tokens);
-    Ok(Reference { spec, problem: given, shape, tokens, others, loss, metrics })
+    Ok(Reference { spec, problem: given, shape, tokens, others, divergences, loss, metrics })
 }
 
 /// Computes softmax, log-probability and entropy of token `[b,t]`, and the log-probabilities of its other ids.
@@ -364,6 +384,7 @@ fn join(
     problem: &Problem,
     corrections: &Corrections,
     scored: &Array2<Option<TokenScore>>,
+    divergences: &Array2<Option<TokenDivergence>>,
     high: &Array2<bool>,
 ) -> Result<Array2<Option<Token>>, ProblemError> {
     // Values of one token, by its position.
@@ -420,6 +441,7 @@ fn join(
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
                 top_entropy: drops != DroppedTerm::PolicyTerm || high[place],
                 selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[place])),
+                divergence: divergences[place].as_ref().map_or(0.0, |divergence| divergence.value),
             };
             // The derivative of the sequence's log-ratio by this token's.
             let share = match spec.ratio.level {
@@ -620,7 +642,8 @@ impl Reference<'_> {
     pub fn keeping(&self, high: &Array2<bool>) -> Result<Reference<'_>, ProblemError> {
         let corrections = rollout::corrections(self.spec, &self.problem);
         let scored = self.tokens.mapv(|token| token.map(|token| TokenScore::from_token(&token)));
-        joined(self.spec, Cow::Borrowed(&self.problem), &corrections, &scored, self.others.clone(), high)
+        let extras = TokenExtras { others: self.others.clone(), divergences: self.divergences.clone() };
+        joined(self.spec, Cow::Borrowed(&self.problem), &corrections, &scored, extras, high)
     }
 
     /// Returns the loss of the batch.
@@ -674,6 +697,11 @@ impl Reference<'_> {
         &self.others[token.at]
     }
 
+    /// Returns the divergence of a token from its teacher; `None` for other objectives.
+    pub fn divergence(&self, token: &Token) -> Option<&TokenDivergence> {
+        self.divergences[token.at].as_ref()
+    }
+
     /// Returns `policy + beta · kl` at `inputs`, on `branch`.
     pub fn token_loss(&self, inputs: &TokenInputs, branch: &Branch) -> f64 {
         let kl = self.spec.kl.as_ref();
@@ -722,6 +750,9 @@ impl Reference<'_> {
 
     /// Whether any dlogit of a token differs from 0, apart from entries of probability 0.
     pub fn has_gradient(&self, token: &Token) -> bool {
+        if let Some(divergence) = self.divergence(token) {
+            return divergence.value != 0.0 && token.weight * token.inputs.policy_weight != 0.0;
+        }
         // A gradient of a logp reaches no logit if its id has all of the probability.
         let first = (self.grad_logp(token, &token.branch, token.coupling), token.probability_of_others);
         let of_kl = (self.grad_kl_logp(token, &token.branch), token.kl_probability_of_others);
@@ -750,6 +781,12 @@ impl Reference<'_> {
 
     /// Returns the dlogits of a token's `columns`, if its `∂loss/∂ℓ` and that of the KL penalty's own log-probability were these.
     pub fn dlogits_of(&self, columns: &TokenColumns, token: &Token, [grad_logp, grad_kl]: [f64; 2]) -> Vec<f64> {
+        if let Some(divergence) = self.divergence(token) {
+            let weight = token.weight * token.inputs.policy_weight;
+            let p = &columns.logp().probabilities;
+            let gradient = divergence.gradient(&self.problem, token.at, columns.first(), p);
+            return gradient.into_iter().map(|slope| if weight == 0.0 { 0.0 } else { weight * slope }).collect();
+        }
         let first = LogpGradient { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
         let other = |&OtherLogp { id, probability_of_others, grad_logp, .. }: &OtherLogp| LogpGradient {
             id,
@@ -776,6 +813,10 @@ impl Reference<'_> {
 
     /// Whether all values of a token are finite.
     pub fn finite(&self, token: &Token) -> bool {
+        // A divergence has no sampled token, whose log-probability may be −∞.
+        if self.divergence(token).is_some() {
+            return token.token_loss.is_finite();
+        }
         let grad = self.grad_logp(token, &token.branch, token.coupling);
         let of_kl = self.grad_kl_logp(token, &token.branch);
         let of_row = token.row_term.by_log_sum_exp;

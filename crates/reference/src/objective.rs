@@ -112,6 +112,7 @@ impl Branch {
     /// kl_cov               −ρ·A + coefficient·|w|      d/dw = −ρ·A + coefficient·sign w    the second if selected
     /// clip_cov             as ppo_clip, 0 if selected
     /// topr                 −w₊·A·ℓ positive, −w₋·k·A·ℓ elsewhere              d/dℓ = the factor of ℓ
+    /// distillation         the divergence from the teacher, which has no sampled token
     /// aspo                 A > 0: −A/k, A < 0: −k·A    d/dw = the value on the ratio, 0 on a bound; on c  −c·A·ℓ
     /// cross_entropy        −(1 − label_smoothing)·ℓ    d/dℓ = −(1 − label_smoothing)      its other terms are of the row
     /// ```
@@ -134,6 +135,8 @@ impl Branch {
             }
             Objective::ClipCov(_) if self.selected => Term::default(),
             Objective::CrossEntropy(cross_entropy) => Term::linear(cross_entropy.label_smoothing - 1.0, inputs),
+            // Its gradient is by each logit, and not by a log-probability.
+            Objective::Distillation(_) => Term::from_ratio(inputs.divergence, 0.0),
             _ => surrogate,
         };
         term.times(inputs.policy_weight)
@@ -178,7 +181,7 @@ impl Branch {
                     Coefficient::Score(_) => Term::score(k, inputs),
                 }
             }
-            Objective::CrossEntropy(_) | Objective::None => Term::default(),
+            Objective::CrossEntropy(_) | Objective::Distillation(_) | Objective::None => Term::default(),
         }
     }
 

@@ -33,6 +33,8 @@ pub struct TokenInputs {
     pub top_entropy: bool,
     /// The choice of KL-Cov or Clip-Cov about the token.
     pub selected: Choice,
+    /// The divergence from the teacher; 0 for other objectives.
+    pub divergence: f64,
 }
 
 impl TokenInputs {

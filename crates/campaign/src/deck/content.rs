@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use assay_core::problem::{Advantages, NO_ENTRY, OtherIds, Problem};
+use assay_core::problem::{Advantages, NO_ENTRY, OtherIds, Problem, Teacher, TeacherTopK};
 use assay_core::spec::{Aspo, Cispo, LossSpec, Objective, PpoClip};
 use assay_judge::generate::{RecipeError, Regime};
 
@@ -212,6 +212,9 @@ fn put_ids_into_the_vocabulary(tokens: &mut Problem<()>) {
     if let Some(kept) = &mut extra.kept_ids {
         kept.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = NO_ENTRY);
     }
+    if let Some(Teacher::TopK(TeacherTopK { ids, .. })) = &mut extra.teacher {
+        ids.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = 0);
+    }
 }
 
 /// Returns the ratios at which the objective changes its formula; those of a plain clip where it has none.
@@ -234,6 +237,7 @@ fn ratio_bounds(objective: &Objective) -> Vec<f64> {
         | Objective::ClipCov(_)
         | Objective::Topr(_)
         | Objective::CrossEntropy(_)
+        | Objective::Distillation(_)
         | Objective::None => vec![0.8, 1.2],
     };
     // The logarithm of a bound must be a number.

@@ -10,6 +10,7 @@ mod outcome;
 mod select;
 mod sequences;
 mod shape;
+mod teacher;
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,6 +25,7 @@ pub use outcome::{Candidate, Gradient, HeadCandidate, HeadGradient, HeadGradient
 pub use select::ProblemPart;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
 pub use shape::ProblemShape;
+pub use teacher::{Teacher, TeacherTopK};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
 use crate::text::ShownNumber;
@@ -114,6 +116,8 @@ pub struct Extra {
     /// The vocabulary entries that the sampler has kept for each token, `[B,T,K]`, in any order; −1 fills up a smaller
     /// set. Any values are allowed where the mask is false.
     pub kept_ids: Option<Array3<i32>>,
+    /// The teacher's distribution of each token, which [`Objective::Distillation`] compares the student's with.
+    pub teacher: Option<Teacher>,
 }
 
 /// The advantages of a batch, dimensionless, in one of three forms.
@@ -348,6 +352,84 @@ pub enum ProblemError {
         /// The id that was given.
         id: i64,
     },
+    /// A teacher's entry is outside the vocabulary on an unmasked token.
+    #[error("`teacher_ids[{b},{t},{k}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token")]
+    TeacherIdOutOfRange {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the entry among the teacher's.
+        k: usize,
+        /// The id that was given.
+        id: i64,
+        /// The size of the vocabulary, `V`.
+        vocab: usize,
+    },
+    /// The spec reads the likeliest entries of a teacher and the problem has none.
+    #[error(
+        "`teacher_logp`: not given, expected [{batch}, {tokens}, K] because the spec has `objective.distillation.top_k`"
+    )]
+    NoTeacherEntries {
+        /// The number of sequences, `B`.
+        batch: usize,
+        /// The number of tokens per sequence, `T`.
+        tokens: usize,
+    },
+    /// An id is twice among the teacher's entries of an unmasked token.
+    #[error("`teacher_ids[{b},{t},{k}]`: got {id}, expected an id that is not at `teacher_ids[{b},{t},{first}]` too")]
+    TeacherIdTwice {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the second place of the id.
+        k: usize,
+        /// The id that was given.
+        id: i64,
+        /// The index of the first place of the id.
+        first: usize,
+    },
+    /// A teacher's logit is NaN or +∞ on an unmasked token.
+    #[error(
+        "`teacher_logits[{b},{t},{v}]`: got {}, expected a finite number or −∞ on an unmasked token",
+        ShownNumber(*given)
+    )]
+    TeacherLogit {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The vocabulary entry.
+        v: usize,
+        /// The value that was given.
+        given: f64,
+    },
+    /// A teacher's log-probability is NaN or above 0 on an unmasked token.
+    #[error(
+        "`teacher_logp[{b},{t},{k}]`: got {}, expected a log-probability ≤ 0 on an unmasked token",
+        ShownNumber(*given)
+    )]
+    TeacherLogp {
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+        /// The index of the entry among the teacher's.
+        k: usize,
+        /// The value that was given.
+        given: f64,
+    },
+    /// All values of a teacher's row are −∞ on an unmasked token.
+    #[error("`{field}[{b},{t},:]`: got −∞ everywhere, expected a finite number on an unmasked token")]
+    TeacherWithoutMass {
+        /// The name of the array.
+        field: &'static str,
+        /// The sequence of the token.
+        b: usize,
+        /// The position of the token.
+        t: usize,
+    },
     /// The cumulative lengths of packed sequences are invalid.
     #[error("`cu_seqlens[{at}]`: got {given}, expected {expected}")]
     CuSeqlens {
@@ -555,6 +637,7 @@ impl Tokens<'_> {
         self.expect_finite(advantages, |b, t| of_tokens[[b, t]])?;
         self.check_others(spec, shape)?;
         self.check_kept(spec, shape)?;
+        self.check_teacher(spec, shape)?;
         // Ids are checked last: inside the vocabulary, and inside the support unless the sampled id is put back.
         let outside = |id: usize| !spec.support.has(id);
         let kept_ids = self.extra.kept_ids.as_ref().filter(|_| spec.reads_kept_ids());

@@ -35,6 +35,8 @@ pub(super) trait Gather {
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T>;
     /// Gathers the tokens of a `[B,T,n]` array.
     fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T>;
+    /// Gathers the tokens of a `[B,T,n]` array of floats.
+    fn floats(&self, array: &FloatArray<Ix3>) -> FloatArray<Ix3>;
     /// Gathers an array with one number per sequence.
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64>;
 }
@@ -50,6 +52,10 @@ impl Gather for PaddedPlaces<'_> {
     // The rows of a token stay together along the last axis.
     fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T> {
         array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
+    }
+
+    fn floats(&self, array: &FloatArray<Ix3>) -> FloatArray<Ix3> {
+        array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens)
     }
 
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
@@ -94,6 +100,10 @@ impl Gather for Places {
         Array3::from_shape_vec((1, self.tokens.len(), count), values).expect("as many entries a token")
     }
 
+    fn floats(&self, array: &FloatArray<Ix3>) -> FloatArray<Ix3> {
+        array.at_places(&self.tokens)
+    }
+
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
         array.select(Axis(0), &self.sequences)
     }
@@ -121,6 +131,7 @@ impl<L> Problem<L> {
             temperature,
             others,
             kept_ids,
+            teacher,
         } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
         // Arrays that may have one value per sequence keep that form.
@@ -155,6 +166,7 @@ impl<L> Problem<L> {
                     .as_ref()
                     .map(|OtherIds { ids, dlogp }| OtherIds { ids: places.several(ids), dlogp: places.several(dlogp) }),
                 kept_ids: kept_ids.as_ref().map(|kept| places.several(kept)),
+                teacher: teacher.as_ref().map(|teacher| teacher.gathered(places)),
             },
         }
     }
@@ -182,6 +194,9 @@ impl<L> Problem<L> {
         if let Some(kept) = &mut problem.extra.kept_ids {
             let places: HashMap<usize, usize> = part.columns.iter().enumerate().map(|(new, old)| (*old, new)).collect();
             *kept = kept::renumbered(kept, |id| places.get(&id).copied());
+        }
+        if let Some(teacher) = &mut problem.extra.teacher {
+            teacher.select_columns(&part.columns, &mut problem.mask);
         }
         // A token needs all of its ids to count.
         if let Some(others) = &mut problem.extra.others {

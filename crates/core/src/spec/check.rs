@@ -19,9 +19,9 @@ pub struct SpecError {
     pub expected: &'static str,
 }
 
-type CheckResult = Result<(), SpecError>;
+pub(super) type CheckResult = Result<(), SpecError>;
 
-fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'static str) -> CheckResult {
+pub(super) fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'static str) -> CheckResult {
     if ok { Ok(()) } else { Err(SpecError { field, given: given.to_string(), expected }) }
 }
 
@@ -200,6 +200,7 @@ impl LossSpec {
                 above_one("objective.aspo.dual_clip_positive", aspo.dual_clip_positive)?;
                 above_one("objective.aspo.dual_clip_negative", aspo.dual_clip_negative)
             }
+            Objective::Distillation(distillation) => distillation.check(self),
             Objective::Dro(dro) => positive("objective.dro.beta", dro.beta),
             Objective::CrossEntropy(cross_entropy) => self.check_cross_entropy(cross_entropy),
             Objective::KlCov(cov) => {

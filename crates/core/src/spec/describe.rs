@@ -18,7 +18,7 @@ fn old(source: OldLogp) -> &'static str {
 }
 
 /// Writes `x` with at most twelve digits after the point, or as a power of ten if it is small.
-fn number(x: f64) -> String {
+pub(super) fn number(x: f64) -> String {
     // Fixed notation would lose the digits of a small number.
     if x != 0.0 && x.abs() < 1e-3 {
         return format!("{x:e}");
@@ -77,7 +77,9 @@ impl LossSpec {
     fn reads_ratio(&self) -> bool {
         // Every objective is named, so that a new one is asked.
         let objective = match self.objective {
-            Objective::None | Objective::PolicyGradient | Objective::CrossEntropy(_) => false,
+            Objective::None | Objective::PolicyGradient | Objective::CrossEntropy(_) | Objective::Distillation(_) => {
+                false
+            }
             Objective::PpoClip(_)
             | Objective::Cispo(_)
             | Objective::Sapo(_)
@@ -131,7 +133,7 @@ impl LossSpec {
         };
         match self.objective {
             Objective::None => "none".into(),
-            Objective::CrossEntropy(_) => self.objective.describe(),
+            Objective::CrossEntropy(_) | Objective::Distillation(_) => self.objective.describe(),
             _ => format!("{}; {advantage}", self.objective.describe()),
         }
     }
@@ -373,6 +375,7 @@ impl Objective {
                 )
             }
             Objective::CrossEntropy(cross_entropy) => cross_entropy.describe(),
+            Objective::Distillation(distillation) => distillation.describe(),
             Objective::None => "none".into(),
         }
     }

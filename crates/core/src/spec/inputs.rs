@@ -46,6 +46,7 @@ impl LossSpec {
             | Objective::TrustRegion(_)
             | Objective::Dro(_)
             | Objective::CrossEntropy(_)
+            | Objective::Distillation(_)
             | Objective::None => false,
         }
     }

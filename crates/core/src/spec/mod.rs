@@ -22,6 +22,7 @@
 
 mod check;
 mod describe;
+mod distillation;
 mod inputs;
 mod kl;
 mod logits;
@@ -36,6 +37,7 @@ mod temperature;
 use serde::{Deserialize, Serialize};
 
 pub use check::SpecError;
+pub use distillation::{Distillation, DistillationKind, TopKRest};
 pub use kl::{Kl, KlEstimator, KlGradient, KlImportance};
 pub use logits::{KeptSupport, LogitsTransform, SoftmaxRange, Support};
 pub use objective::{

@@ -17,6 +17,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Distillation;
+
 /// The policy term of one token, with `ρ` its [`Ratio`](super::Ratio), `A` its advantage, `ℓ` its log-probability and
 /// `sg` for stop-gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,6 +53,8 @@ pub enum Objective {
     Aspo(Aspo),
     /// Cross-entropy `−ℓ`, with label smoothing and z-loss: no advantage, and no ratio.
     CrossEntropy(CrossEntropy),
+    /// The divergence of the policy, a student, from a teacher over the vocabulary.
+    Distillation(Distillation),
     /// No policy term: the loss is the KL penalty and the entropy bonus alone.
     None,
 }

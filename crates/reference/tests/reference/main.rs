@@ -14,6 +14,7 @@ mod common {
 
 mod by_hand;
 mod cross_entropy;
+mod distillation;
 mod exponential;
 mod family;
 mod family_edges;

@@ -118,6 +118,7 @@ impl Loss<'_> {
             Objective::Aspo(aspo) => self.aspo(aspo, frozen, policy, b, t),
             // It has tests of its own, as it reads the whole row.
             Objective::CrossEntropy(_) | Objective::None => N::from(0.0),
+            Objective::Distillation(_) => unreachable!("a divergence has its own formula, in distillation.rs"),
         }
     }
 
