@@ -104,7 +104,13 @@ impl TargetColumn {
 }
 
 impl ColumnErrors {
-    fn new(columns: usize) -> Self {
+    /// Collects the bounds of some columns.
+    pub(super) fn new(bounds: Vec<ErrorBound>) -> Self {
+        let (scale, floor) = bounds.into_iter().map(|bound| (bound.scale, bound.floor)).unzip();
+        Self { scale, floor }
+    }
+
+    fn zeros(columns: usize) -> Self {
         Self { scale: vec![0.0; columns], floor: vec![0.0; columns] }
     }
 
@@ -223,7 +229,7 @@ impl<'c> DlogitsCondition<'c> {
         // The common part is what an error of `G`, of `S` or of the mean gap does to every column alike, in proportion
         // to `p_j`. It is split off because such errors cannot cancel in a product with the head's weights.
         let p = &columns.logp().probabilities;
-        let [mut common, mut of_ratio] = [(); 2].map(|()| ColumnErrors::new(p.len()));
+        let [mut common, mut of_ratio] = [(); 2].map(|()| ColumnErrors::zeros(p.len()));
         let t = 1.0 / self.token.temperature();
         if self.grad != 0.0 {
             common = ColumnErrors::in_proportion(self.common().times(t), p);
@@ -396,7 +402,7 @@ impl<'c> DlogitsCondition<'c> {
             .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
         let gaps_of_logp = gaps(logp, of_logp, rounded);
 
-        let mut whole = ColumnErrors::new(p.len());
+        let mut whole = ColumnErrors::zeros(p.len());
         // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
         // target.
         let mut flushed = vec![1.0 + self.flushed + grad; p.len()];

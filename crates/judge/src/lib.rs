@@ -36,6 +36,7 @@ mod column_bounds;
 mod condition;
 pub mod coverage;
 pub mod diagnosis;
+mod distillation;
 pub mod error_map;
 pub mod gate;
 pub mod generate;

@@ -52,6 +52,7 @@ mod terms;
 use ndarray::Array2;
 use rayon::prelude::*;
 
+use super::distillation::DivergenceCondition;
 use super::gate::Output;
 use super::objective::ObjectiveTerms;
 use super::tolerance::{Grade, Limits};
@@ -152,6 +153,8 @@ pub(crate) struct Condition {
     pub(crate) moves: InputMoves,
     /// The terms of `Σ_u |∂loss/∂w_u|` over the sequence before they cancel, and how far they move.
     pub(crate) shared: RatioTerms,
+    /// The bounds of the divergence from a teacher, if the spec is of one.
+    pub(crate) divergence: Option<DivergenceCondition>,
     pub(crate) grade: Grade,
 }
 
@@ -260,6 +263,13 @@ impl Condition {
         let with_response = |scale: f64, response: ErrorBound| {
             ErrorBound { scale: scale + response.scale, ..response }.finite_or_zero()
         };
+        // A divergence has no log-probability to respond to.
+        let divergence = DivergenceCondition::new(reference, token, bands);
+        let token_loss = match &divergence {
+            Some(of) => times_weight(of.value, inputs.policy_weight),
+            None => token_loss,
+        };
+        let loses_tail = divergence.as_ref().is_some_and(|of| of.loses_tail);
         let ratio = inputs.ratio(spec);
         let kl_value =
             |inputs: &TokenInputs| spec.kl.as_ref().map_or(0.0, |kl| token.branch.kl(spec, kl, inputs).value);
@@ -272,15 +282,21 @@ impl Condition {
             ratio: with_response(ratio, respond(&|inputs| inputs.ratio(spec))),
             alternatives,
             tied,
-            overflows: overflows(reference, token),
+            overflows: overflows(reference, token) || loses_tail,
             softmax,
             row,
             errors,
             moves,
             shared: sequence.terms,
+            divergence,
             grade: bands.grade,
         }
     }
+}
+
+/// Returns the bound of a value times a weight; that of a weight of 0 is 0.
+fn times_weight(bound: ErrorBound, weight: f64) -> ErrorBound {
+    if weight == 0.0 { ErrorBound::default() } else { bound.times(weight) }
 }
 
 /// Whether a value on the way to the token's loss or gradient may overflow f32 though it is finite in f64.

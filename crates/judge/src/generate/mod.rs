@@ -22,6 +22,7 @@
 
 mod head;
 mod regime;
+mod teacher;
 mod tokens;
 
 use std::collections::HashSet;
@@ -45,6 +46,7 @@ use tokens::{CountedTokens, draw_id, put_garbage_under_the_mask, ragged_mask, wi
 
 pub use head::HeadRecipe;
 pub use regime::Regime;
+pub use teacher::TeacherRegime;
 /// A recipe for a [`Problem`]: the same recipe and spec give the same problem, bit for bit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -153,6 +155,7 @@ impl Recipe {
         let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
         let all_tokens = (batch * tokens).saturating_mul(token_bytes);
         let row = vocab.saturating_mul(ENTRY_BYTES);
+        let logit_bytes = if spec.reads_teacher() { 2 * logit_bytes } else { logit_bytes };
         let bytes = elements.saturating_mul(logit_bytes).saturating_add(all_tokens).saturating_add(row);
         // An allocation that fails ends the process, and one that is more than there is may end another. Small ones are not worth a look.
         let refused = bytes > SMALL_BYTES
@@ -170,6 +173,7 @@ impl Recipe {
     /// | the sampler's log-probabilities | `old_logp` with noise of the same scale, at most 1; a twentieth NaN if the spec allows it |
     /// | given weights | around 1; a tenth of a trainer's weights are 0 |
     /// | given temperatures | 0.4 to 2, one per sequence or one per token |
+    /// | the teacher | around the student's logits, as [`TeacherRegime`] has them; or its likeliest entries, up to 64 |
     /// | kept sets | the own id and up to 47 others, most of them the likeliest |
     ///
     /// # Errors
@@ -254,6 +258,11 @@ impl Recipe {
         });
 
         problem.extra.kept_ids = spec.reads_kept_ids().then(|| self.draw_kept(spec, &problem));
+
+        problem.extra.teacher = spec.as_distillation().map(|distillation| {
+            let temperature = |b, t| problem.tokens().temperature(spec, (b, t));
+            self.draw_teacher(distillation, &problem.logits, temperature)
+        });
 
         // The policy's own log-probabilities, from the reference of a spec that needs nothing but a softmax.
         let policy = LossSpec {

@@ -5,7 +5,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 
 use super::regime::Regime;
-use assay_core::problem::{Advantages, Extra, OtherIds, Problem};
+use assay_core::problem::{Advantages, Extra, OtherIds, Problem, Teacher, TeacherTopK};
 use assay_core::spec::{LossSpec, Objective, Vespo};
 
 /// The choice of the tokens of a problem that count.
@@ -109,8 +109,14 @@ pub(super) fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem)
     if let Some(kept) = &mut problem.extra.kept_ids {
         kept.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = -100);
     }
+    if let Some(Teacher::TopK(TeacherTopK { ids, .. })) = &mut problem.extra.teacher {
+        ids.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]).for_each(|(_, id)| *id = -100);
+    }
     for ((b, t), &counts) in mask.indexed_iter() {
         if !counts {
+            if let Some(teacher) = &mut problem.extra.teacher {
+                teacher.floats_mut().fill_row(b, t, f64::NAN);
+            }
             problem.logits.fill_row(b, t, f64::NAN);
         }
     }

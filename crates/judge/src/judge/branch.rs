@@ -106,6 +106,11 @@ impl BranchDlogits<'_> {
         token: &JudgedToken,
         columns: &TokenColumns,
     ) -> (Vec<f64>, ColumnErrors) {
+        if let Some(divergence) = &token.condition.divergence {
+            let weight = token.token.weight * token.token.inputs.policy_weight;
+            let bounds = ColumnErrors::new(divergence.columns(reference, token.token, columns, weight));
+            return (reference.dlogits_of(columns, token.token, self.grads), bounds);
+        }
         let bounds = self.condition.whole(columns);
         let bounds = match &self.towards {
             Some(other) => bounds.or(&other.whole(columns)),

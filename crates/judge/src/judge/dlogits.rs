@@ -299,6 +299,10 @@ struct RowShift {
 
 /// Returns the largest shared errors that are forgiven in the row of `token`; 0 for an entropy that has no gradient.
 fn most_shift(token: &JudgedToken) -> RowShift {
+    // The errors of a divergence's two sums are in its limits.
+    if token.condition.divergence.is_some() {
+        return RowShift::default();
+    }
     let softmax = &token.condition.softmax;
     let entropy = if token.token.grad_entropy == 0.0 { 0.0 } else { softmax.entropy_shift };
     RowShift { sum: token.condition.row_sum(), entropy }

@@ -32,9 +32,11 @@ impl JudgedToken<'_> {
         Position::token(self.b, self.t)
     }
 
-    /// Iterates over the token's ids: the first, then the others that the spec asks logp of.
+    /// Iterates over the token's ids: the first, then the others that the spec asks logp of; none of a divergence.
     pub(crate) fn ids(&self, reference: &Reference) -> impl Iterator<Item = usize> {
-        std::iter::once(self.token.id).chain(reference.others(self.token).iter().map(|other| other.id))
+        // A divergence has no sampled token.
+        let first = self.condition.divergence.is_none().then_some(self.token.id);
+        first.into_iter().chain(reference.others(self.token).iter().map(|other| other.id))
     }
 
     /// Whether a correct kernel's values of the token may be NaN or ∞.
@@ -72,8 +74,15 @@ fn edge_at(reference: &Reference, (b, t): (usize, usize), overflows: bool) -> Op
     match logits.at_most(b, t, lowest) {
         true if logits.at_most(b, t, f64::NEG_INFINITY) => Some(Edge::MinusInfinity),
         true => Some(Edge::LowestFloat),
+        false if lacks_entries(reference, (b, t)) => Some(Edge::MinusInfinity),
         false => overflows.then_some(Edge::Overflow),
     }
+}
+
+/// Whether the token's teacher has entries without probability.
+fn lacks_entries(reference: &Reference, (b, t): (usize, usize)) -> bool {
+    let teacher = reference.problem().extra.teacher.as_ref().filter(|_| reference.spec().reads_teacher());
+    teacher.is_some_and(|teacher| teacher.floats().at_most(b, t, f64::NEG_INFINITY))
 }
 
 /// Picks the edge that a value of all tokens is judged at if it is NaN or ∞ and should not be: the first of their edges.

@@ -1,6 +1,7 @@
 //! The judge rejects what is wrong and accepts what is right.
 
 mod diagnoses;
+mod distillation;
 mod entropy_difference;
 mod entropy_quantile;
 mod entropy_sums;
