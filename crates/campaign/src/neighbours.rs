@@ -4,8 +4,9 @@
 use assay_core::problem::Candidate;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_core::spec::{
-    CrossEntropy, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp,
-    RatioLevel, Reduction, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
+    CrossEntropy, Distillation, DistillationKind, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
+    LossTerms, Objective, OldLogp, RatioLevel, Reduction, Rows, SoftmaxRange, Support, Temperature, TemperatureDivides,
+    TopKRest,
 };
 use assay_judge::gate::Output;
 use assay_judge::judge::Verdict;
@@ -201,6 +202,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         add("no dual_clip", &|spec| spec.objective = plain.clone());
     }
     objective_neighbours(&asked.objective, &mut add);
+    distillation_neighbours(asked, &mut add);
     for (name, level) in [
         ("ratio.level: token", RatioLevel::Token),
         ("ratio.level: sequence", RatioLevel::Sequence),
@@ -277,6 +279,36 @@ fn objective_neighbours(asked: &Objective, add: &mut impl FnMut(&str, &dyn Fn(&m
     without("no label_smoothing", 0.0, own.z_loss);
     without("no z_loss", own.label_smoothing, 0.0);
     without("no label_smoothing and no z_loss", 0.0, 0.0);
+}
+
+/// The divergences that are taken for another.
+fn distillation_neighbours(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
+    let Some(distillation) = asked.as_distillation() else { return };
+    let mut with = |name: &str, change: &dyn Fn(&mut Distillation)| {
+        let mut other = distillation.clone();
+        change(&mut other);
+        add(name, &|spec| spec.objective = Objective::Distillation(other.clone()));
+    };
+    let kl = |kind| move |of: &mut Distillation| (of.kind, of.beta) = (kind, None);
+    with("objective.distillation.kind: reverse_kl", &kl(DistillationKind::ReverseKl));
+    with("objective.distillation.kind: forward_kl", &kl(DistillationKind::ForwardKl));
+    with("objective.distillation.kind: jensen_shannon, beta 0.5", &kl(DistillationKind::JensenShannon));
+    if distillation.kind == DistillationKind::JensenShannon {
+        let exchanged = 1.0 - distillation.teacher_weight();
+        with("objective.distillation.beta: 1 - beta", &|of| of.beta = Some(exchanged));
+    }
+    with("objective.distillation.temperature_squared: the other", &|of| {
+        of.temperature_squared = !of.temperature_squared;
+    });
+    for (name, rest) in [
+        ("objective.distillation.rest: tail", TopKRest::Tail),
+        ("objective.distillation.rest: renormalized", TopKRest::Renormalized),
+        ("objective.distillation.rest: ignored", TopKRest::Ignored),
+    ] {
+        if distillation.top_k.is_some() {
+            with(name, &|of| of.rest = Some(rest));
+        }
+    }
 }
 
 /// The KL penalty: none, or another one.

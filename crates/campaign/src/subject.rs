@@ -168,7 +168,8 @@ impl Subject for Problem {
     }
 
     fn with_dead_entries(&self, spec: &LossSpec, count: usize) -> Option<Self> {
-        if spec.logits != LogitsTransform::default() || !spec.support.is_whole() {
+        // A teacher has the vocabulary of its student.
+        if spec.logits != LogitsTransform::default() || !spec.support.is_whole() || spec.reads_teacher() {
             return None;
         }
         let logits = self.logits.to_f64();

@@ -299,11 +299,11 @@ impl DivergenceCondition {
         if beta == 0.0 {
             // p − q, or in the tail p − q·p/P.
             let share = if is_all { bin.teacher } else { p * (-bin.log_ratio).exp() };
+            // The textbook multiplies p by the sum of the teacher's probabilities, which is 1; of some entries it is not.
+            let adds_up = self.is_standard() || divergence.rest() == Some(TopKRest::Ignored);
             let again = if is_all { 0.0 } else { relative + finite(bin.log_ratio) };
             return ErrorBound {
-                scale: p * relative
-                    + share * (slope.scale + again)
-                    + if self.is_standard() { p + at_mean.scale } else { 0.0 },
+                scale: p * relative + share * (slope.scale + again) + if adds_up { p + at_mean.scale } else { 0.0 },
                 floor: p * of_student + share * slope.floor + at_mean.floor,
             };
         }

@@ -11,12 +11,12 @@
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
-    ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
-    LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip,
-    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights,
-    TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Distillation, DistillationKind,
+    Divergence, Dro, DroppedTerm, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance,
+    LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds,
+    PositiveTokens, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature,
+    TemperatureDivides, TokenWeights, TopCovariance, TopEntropy, TopKRest, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 
 /// A named choice of one field of a spec.
@@ -62,6 +62,7 @@ pub fn variants() -> Vec<Variant> {
     let objective = Objective::Aspo(aspo(Some(widths)));
     all.extend(of("objective", vec![("aspo, selected", LossSpec { objective, ..plain() })]));
     all.extend(of("support", kept_sets()));
+    all.extend(of("objective", distillations()));
     all
 }
 
@@ -143,6 +144,25 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("cross_entropy, label_smoothing", LossSpec::cross_entropy(0.1, 0.0)),
         ("cross_entropy, z_loss", LossSpec::cross_entropy(0.0, 0.01)),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
+    ]
+}
+
+fn distillations() -> Vec<(&'static str, LossSpec)> {
+    let of = LossSpec::distillation;
+    let top = |rest| of(Distillation { top_k: Some(8), rest: Some(rest), ..Distillation::default() });
+    let squared = Distillation { temperature_squared: true, ..Distillation::default() };
+    vec![
+        ("distillation, forward_kl", of(Distillation::default())),
+        ("distillation, reverse_kl", of(Distillation::reverse_kl())),
+        (
+            "distillation, jensen_shannon",
+            of(Distillation { kind: DistillationKind::JensenShannon, ..Distillation::default() }),
+        ),
+        ("distillation, beta", of(Distillation::jensen_shannon(0.1))),
+        ("distillation, temperature_squared", LossSpec { temperature: 2.0.into(), ..of(squared) }),
+        ("distillation, rest: tail", top(TopKRest::Tail)),
+        ("distillation, rest: renormalized", top(TopKRest::Renormalized)),
+        ("distillation, rest: ignored", top(TopKRest::Ignored)),
     ]
 }
 

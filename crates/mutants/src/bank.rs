@@ -111,6 +111,11 @@ bugs! {
     TopEntropyTakesKl TopEntropyBonusOfAll TopEntropyDropsTheOther TopEntropyMeanOfAll
     SoftmaxOfFirstIdAlone OneHotOfFirstIdAlone RepeatedIdOverwritten DlogpOfFirstId OtherIdsSorted
     OtherIdsStrideOne OtherIdFromEveryShard
+    DistillationExchanged DistillationBetaExchanged DistillationMixtureOfLogits
+    DistillationSquareForgotten DistillationSquareNotInGradient DistillationTeacherUntempered
+    DistillationTeacherEntropyForgotten DistillationTeacherOfNextToken DistillationColumnDropped
+    DistillationHoleTimesZero DistillationNotCentred DistillationTailIgnored
+    DistillationStudentNotRenormalized
     MaskMultiplied MaskedDlogitsNotZeroed MaskShifted MaskOfFirstRow MaskedTokensInLoss
     NormaliserCountsPadding EmptyRowsCounted EmptyRowsLeftOut LengthFactor SequenceMeanOverTokens
     MeanOfRowMeans LossSummedInBf16 FixedLengthOfWidth GradientNotNormalised NormaliserOfBatchIgnored DenominatorEpsilonForgotten

@@ -58,6 +58,7 @@ kinds! {
     Entropy = "entropy", "Entropy";
     TopEntropy = "top_entropy", "Tokens of the highest entropy";
     Several = "several_ids", "Logp of several ids";
+    Distillation = "distillation", "Divergences from a teacher";
     Mask = "mask", "Mask";
     Reduction = "reduction", "Reduction";
     SequenceRatio = "sequence_ratio", "Ratios of sequences";
@@ -96,6 +97,7 @@ impl MutantKind {
             }
             MutantKind::TopEntropy => spec.top_entropy.is_some(),
             MutantKind::Several => spec.ids_per_token > 1,
+            MutantKind::Distillation => spec.reads_teacher(),
             MutantKind::Packing => packed,
             MutantKind::Rollout => spec.rollout.is_some(),
             MutantKind::Rejection => !spec.rejection.is_empty(),
@@ -122,6 +124,7 @@ impl MutantKind {
                 | MutantKind::TokenWeights
                 | MutantKind::TopEntropy
                 | MutantKind::Several
+                | MutantKind::Distillation
                 | MutantKind::Packing
         )
     }

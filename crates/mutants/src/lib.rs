@@ -5,6 +5,7 @@
 
 mod bank;
 mod corrections;
+mod distillation;
 mod kind;
 mod kl;
 mod launch;

@@ -45,9 +45,9 @@ pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenSc
 }
 
 /// The factors of token losses and entropies in the loss.
-struct SequenceWeights {
+pub(crate) struct SequenceWeights {
     /// Factor of the policy terms of each sequence's tokens.
-    rows: Vec<f64>,
+    pub(crate) rows: Vec<f64>,
     /// Factor of the penalties of each sequence's tokens.
     kl_rows: Vec<f64>,
     /// Derivative `∂loss/∂H` of an unmasked token.
@@ -55,7 +55,7 @@ struct SequenceWeights {
 }
 
 impl SequenceWeights {
-    fn new(launch: &SpecimenLaunch, sequences: &[Sequence], high: &HighEntropy, device_row: usize) -> Self {
+    pub(crate) fn new(launch: &SpecimenLaunch, sequences: &[Sequence], high: &HighEntropy, device_row: usize) -> Self {
         let (spec, mask) = (launch.spec, launch.mask());
         let Shape { batch: rows, tokens, .. } = launch.shape;
         // Tokens that count, of each sequence.

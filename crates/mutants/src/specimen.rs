@@ -61,6 +61,9 @@ impl Specimen {
         if !DEVICE_COUNTS.contains(&devices) {
             return refused("devices", devices.to_string(), "1, 2 and 4");
         }
+        if spec.reads_teacher() && devices != 1 {
+            return refused("devices", devices.to_string(), "1 with a teacher");
+        }
         // The specimen has the objectives that the bank's mutants are about. Others are refused rather than
         // approximated.
         let objective = match spec.objective {
@@ -70,6 +73,7 @@ impl Specimen {
             | Objective::Topr(_)
             | Objective::Aspo(_)
             | Objective::CrossEntropy(_)
+            | Objective::Distillation(_)
             | Objective::None => true,
             Objective::Sapo(_)
             | Objective::Vespo(_)
@@ -78,11 +82,14 @@ impl Specimen {
             | Objective::TrustRegion(_)
             | Objective::Dro(_)
             | Objective::KlCov(_)
-            | Objective::ClipCov(_)
-            | Objective::Distillation(_) => false,
+            | Objective::ClipCov(_) => false,
         };
         let computed = [
-            (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy and none"),
+            (
+                objective,
+                "objective",
+                "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy, distillation and none",
+            ),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
             (spec.support.kept.is_none(), "support.kept", "none"),
         ];
@@ -147,6 +154,9 @@ impl Implementation for Specimen {
         let (old_logp, ref_logp) = (old_logp.as_ref(), ref_logp.as_ref());
         let tokens = Tokens { ids: &ids, mask: &mask, advantages: &advantages, old_logp, ref_logp, extra: &extra };
         let launch = self.launch(spec, shape, tokens, SimulatedMesh::new(devices));
+        if let Some(distillation) = spec.as_distillation() {
+            return Ok(launch.distil(distillation, &logits));
+        }
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
             FloatArray::F32(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),

@@ -191,7 +191,7 @@ impl TokenDivergence {
                 all.bins_of(&logits, &given)
             }
             Teacher::TopK(top) => {
-                let rest = distillation.top_k.expect("checked: the spec has it");
+                let rest = distillation.rest.expect("checked: the spec has it");
                 let ids: Vec<usize> = ids_of(top, (b, t));
                 let z: Vec<f64> = logits.iter().map(|x| x / temperature).collect();
                 let bins = all.top_bins(rest, &z, &ids, &given);

@@ -5,12 +5,13 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, CrossEntropy, Divergence, Dro,
-    DroppedTerm, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip,
-    LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
-    PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides,
-    TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, CrossEntropy, Distillation,
+    DistillationKind, Divergence, Dro, DroppedTerm, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator,
+    KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask,
+    OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, SoftmaxRange, Support,
+    Temperature, TemperatureDivides, TokenWeights, TopCovariance, TopEntropy, TopKRest, Topr, TrustRegion,
+    UnscoredWeight, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -202,6 +203,22 @@ impl Arms {
             Objective::CrossEntropy(CrossEntropy { label_smoothing, z_loss }) => "cross_entropy" {
                 self.number("cross_entropy.label_smoothing", *label_smoothing, 0.0);
                 self.number("cross_entropy.z_loss", *z_loss, 0.0);
+            },
+            Objective::Distillation(Distillation { kind, beta, top_k, rest, temperature_squared }) => "distillation" {
+                choose!(self, "distillation.kind", kind, {
+                    DistillationKind::ForwardKl => "forward_kl",
+                    DistillationKind::ReverseKl => "reverse_kl",
+                    DistillationKind::JensenShannon => "jensen_shannon",
+                });
+                self.option("distillation.beta", beta.as_ref());
+                self.option("distillation.top_k", top_k.as_ref());
+                choose!(self, "distillation.rest", rest, {
+                    None => "none",
+                    Some(TopKRest::Tail) => "tail",
+                    Some(TopKRest::Renormalized) => "renormalized",
+                    Some(TopKRest::Ignored) => "ignored",
+                });
+                self.flag("distillation.temperature_squared", *temperature_squared);
             },
             Objective::None => "none",
         });

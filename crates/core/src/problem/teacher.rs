@@ -109,7 +109,7 @@ impl Tokens<'_> {
                     return Err(ProblemError::Shape { field: Teacher::LOGITS, given, expected });
                 }
             }
-            (Some(Teacher::TopK(top)), Some(_)) => self.check_top_k(top, shape)?,
+            (Some(Teacher::TopK(top)), Some(most)) => self.check_top_k(top, most, shape)?,
             (_, None) => {
                 return Err(ProblemError::Missing {
                     field: Teacher::LOGITS,
@@ -123,11 +123,16 @@ impl Tokens<'_> {
     }
 
     /// Checks shapes and ids of the teacher's likeliest entries.
-    fn check_top_k(&self, TeacherTopK { logp, ids }: &TeacherTopK, shape: Shape) -> Result<(), ProblemError> {
+    fn check_top_k(
+        &self,
+        TeacherTopK { logp, ids }: &TeacherTopK,
+        most: usize,
+        shape: Shape,
+    ) -> Result<(), ProblemError> {
         let Shape { batch, tokens, vocab } = shape;
         let (rows, columns, count) = ids.dim();
-        if (rows, columns) != (batch, tokens) || count == 0 || count > vocab {
-            let expected = format!("[{batch}, {tokens}, K] with 1 ≤ K ≤ V = {vocab}");
+        if (rows, columns) != (batch, tokens) || count == 0 || count > most.min(vocab) {
+            let expected = format!("[{batch}, {tokens}, K] with 1 ≤ K ≤ {}", most.min(vocab));
             return Err(ProblemError::Shape { field: Teacher::IDS, given: ids.shape().to_vec(), expected });
         }
         if logp.shape() != ids.shape() {

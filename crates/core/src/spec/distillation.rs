@@ -43,9 +43,11 @@ pub struct Distillation {
     /// At 0 the divergence is the forward KL, and at 1 the reverse one, as in TRL and Liger. The formula itself is 0 there, and
     /// divided by `beta`, or by `1 − beta`, it has these limits.
     pub beta: Option<f64>,
-    /// The place of the probability outside the teacher's entries if the problem has the teacher's `K` likeliest entries of each token;
+    /// The number `K ≥ 1` of the teacher's likeliest entries that the problem has of each token, or fewer if its vocabulary is smaller;
     /// `None` if it has the teacher's logits.
-    pub top_k: Option<TopKRest>,
+    pub top_k: Option<usize>,
+    /// The place of the probability outside these entries; set if and only if `top_k` is.
+    pub rest: Option<TopKRest>,
     /// Whether the divergence is multiplied by `T²`, as Hinton, Vinyals and Dean (2015) do.
     pub temperature_squared: bool,
 }
@@ -53,7 +55,7 @@ pub struct Distillation {
 impl Default for Distillation {
     /// Returns the forward KL to a teacher's logits.
     fn default() -> Self {
-        Self { kind: DistillationKind::ForwardKl, beta: None, top_k: None, temperature_squared: false }
+        Self { kind: DistillationKind::ForwardKl, beta: None, top_k: None, rest: None, temperature_squared: false }
     }
 }
 
@@ -83,6 +85,17 @@ pub enum TopKRest {
     Ignored,
 }
 
+impl TopKRest {
+    /// Returns the name as files spell it.
+    fn name(self) -> &'static str {
+        match self {
+            TopKRest::Tail => "tail",
+            TopKRest::Renormalized => "renormalized",
+            TopKRest::Ignored => "ignored",
+        }
+    }
+}
+
 impl Distillation {
     /// Returns the generalised Jensen–Shannon divergence with the weight `beta` of the teacher.
     pub fn jensen_shannon(beta: f64) -> Self {
@@ -110,6 +123,12 @@ impl Distillation {
             ensure(mixes, field, ShownNumber(beta), "none unless `kind` is jensen_shannon: a KL has no mixture")?;
             ensure((0.0..=1.0).contains(&beta), field, ShownNumber(beta), "a number from 0 to 1")?;
         }
+        let field = "objective.distillation.top_k";
+        ensure(self.top_k != Some(0), field, 0, "an integer ≥ 1, or none for a teacher's logits")?;
+        let (field, expected) = ("objective.distillation.rest", "tail, renormalized or ignored with `top_k`");
+        ensure(self.top_k.is_none() || self.rest.is_some(), field, "none", expected)?;
+        let given = self.rest.map_or("none", TopKRest::name);
+        ensure(self.top_k.is_some() || self.rest.is_none(), field, given, "none without `top_k`")?;
         // A divergence of two distributions has no sampled token, and nothing that is made of its log-probability.
         let old_logp = if spec.old_logp == OldLogp::Given { "given" } else { "rollout" };
         let current = spec.old_logp == OldLogp::Current;
@@ -145,13 +164,15 @@ impl Distillation {
             false if beta == 0.0 => format!("{factor}KL(q‖p), p = softmax(logits / T)"),
             false => format!("{factor}KL(p‖q), p = softmax(logits / T)"),
         };
-        let teacher = match self.top_k {
-            None => "q = softmax(teacher_logits / T)",
-            Some(TopKRest::Tail) => "q = exp(teacher_logp) of K entries, and the rest as one more",
-            Some(TopKRest::Renormalized) => "q = exp(teacher_logp) of K entries, p of the same, each over its sum",
-            Some(TopKRest::Ignored) => "q = exp(teacher_logp) of K entries, the rest left out",
+        let Some((k, rest)) = self.top_k.zip(self.rest) else {
+            return format!("{divergence}, q = softmax(teacher_logits / T)");
         };
-        format!("{divergence}, {teacher}")
+        let rest = match rest {
+            TopKRest::Tail => "and the rest as one more",
+            TopKRest::Renormalized => "p of the same, each over its sum",
+            TopKRest::Ignored => "the rest left out",
+        };
+        format!("{divergence}, q = exp(teacher_logp) of {k} entries, {rest}")
     }
 }
 

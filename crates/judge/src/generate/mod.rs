@@ -173,7 +173,7 @@ impl Recipe {
     /// | the sampler's log-probabilities | `old_logp` with noise of the same scale, at most 1; a twentieth NaN if the spec allows it |
     /// | given weights | around 1; a tenth of a trainer's weights are 0 |
     /// | given temperatures | 0.4 to 2, one per sequence or one per token |
-    /// | the teacher | around the student's logits, as [`TeacherRegime`] has them; or its likeliest entries, up to 64 |
+    /// | the teacher | around the student's logits, as [`TeacherRegime`] has them; or its likeliest entries |
     /// | kept sets | the own id and up to 47 others, most of them the likeliest |
     ///
     /// # Errors

@@ -35,9 +35,6 @@ impl TeacherRegime {
         [Self::Independent, Self::Near, Self::OneUlp, Self::Sharper, Self::Flatter, Self::Holes, Self::FarApart];
 }
 
-/// The largest number of a teacher's entries.
-const ENTRIES: usize = 64;
-
 /// The least probability of a drawn teacher's tail: of less, nothing is left of 1 less a sum in f32.
 const LEAST_TAIL: f64 = 1e-2;
 
@@ -66,9 +63,9 @@ impl Recipe {
             self.draw_teacher_row(distillation, &mut rng, &mut row);
             teacher.set_row(b, t, &row);
         }
-        match distillation.top_k {
+        match distillation.top_k.zip(distillation.rest) {
             None => Teacher::Logits(teacher),
-            Some(rest) => Teacher::TopK(self.likeliest(rest, &mut rng, (logits, &teacher), temperature)),
+            Some(top) => Teacher::TopK(self.likeliest(top, &mut rng, (logits, &teacher), temperature)),
         }
     }
 
@@ -116,7 +113,7 @@ impl Recipe {
     /// Takes a teacher's likeliest entries, with the probability of the others at least [`LEAST_TAIL`] where there is a tail.
     fn likeliest(
         &self,
-        rest: TopKRest,
+        (most, rest): (usize, TopKRest),
         rng: &mut ChaCha8Rng,
         (student, teacher): (&FloatArray<Ix3>, &FloatArray<Ix3>),
         temperature: impl Fn(usize, usize) -> f64,
@@ -131,7 +128,7 @@ impl Recipe {
             }
             TopKRest::Renormalized | TopKRest::Ignored => vocab,
         };
-        let width = rng.random_range(1..=room.min(ENTRIES));
+        let width = most.min(room).min(vocab);
         let (mut ids, mut logp) = (Array3::zeros((batch, tokens, width)), Array3::zeros((batch, tokens, width)));
         for (b, t) in ndarray::indices((batch, tokens)) {
             let row = teacher.row(b, t);

@@ -1,5 +1,6 @@
 //! The divergence from a teacher against 640-bit arithmetic, results by hand, and identities.
 
+use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 
 use crate::common::real::Real;
@@ -11,6 +12,7 @@ use assay_core::spec::{
     Distillation, DistillationKind, Kl, KlEstimator, LossSpec, LossTerms, Objective, OldLogp, Reduction, Temperature,
     TokenWeights, TopKRest,
 };
+use assay_fixture::{ProblemFile, write_problem};
 use assay_reference::evaluate;
 use ndarray::{Array2, Array3, arr1, arr2};
 
@@ -114,8 +116,8 @@ fn around(logits: FloatArray<ndarray::Ix3>, teacher: Teacher) -> Problem {
     }
 }
 
-fn spec((kind, beta): (DistillationKind, Option<f64>), top_k: Option<TopKRest>, temperature: f64) -> LossSpec {
-    let distillation = Distillation { kind, beta, top_k, temperature_squared: false };
+fn spec((kind, beta): (DistillationKind, Option<f64>), rest: Option<TopKRest>, temperature: f64) -> LossSpec {
+    let distillation = Distillation { kind, beta, top_k: rest.map(|_| K), rest, temperature_squared: false };
     LossSpec { temperature: temperature.into(), ..LossSpec::distillation(distillation) }
 }
 
@@ -543,6 +545,10 @@ fn distillation_bad_input_is_named() {
         "`teacher_logp[0,0,0]`: got 0.5, expected a log-probability ≤ 0 on an unmasked token"
     );
     assert_eq!(
+        refusal(tail, &with_top(|top| top.ids = Array3::zeros((1, 1, 5)))),
+        "`teacher_ids`: got shape [1, 1, 5], expected [1, 1, K] with 1 ≤ K ≤ 4"
+    );
+    assert_eq!(
         refusal(tail, &with_top(|top| top.ids = Array3::zeros((1, 1, 3)))),
         "`teacher_logp`: got shape [1, 1, 4], expected [1, 1, 3], that of `teacher_ids`"
     );
@@ -577,6 +583,14 @@ fn distillation_bad_input_is_named() {
     named("objective.distillation.beta`: got 0.5, expected none", &|spec| {
         spec.objective = Objective::Distillation(Distillation { beta: Some(0.5), ..Distillation::default() });
     });
+    let top = |top_k, rest| {
+        move |spec: &mut LossSpec| {
+            spec.objective = Objective::Distillation(Distillation { top_k, rest, ..Distillation::default() });
+        }
+    };
+    named("objective.distillation.top_k`: got 0", &top(Some(0), Some(TopKRest::Tail)));
+    named("objective.distillation.rest`: got none, expected tail", &top(Some(3), None));
+    named("objective.distillation.rest`: got ignored, expected none", &top(None, Some(TopKRest::Ignored)));
     named("old_logp`: got given, expected current", &|spec| spec.old_logp = OldLogp::Given);
     named("kl`: got a penalty", &|spec| spec.kl = Some(Kl::plain(0.1, KlEstimator::K3)));
     named("entropy_coef`: got 0.1", &|spec| spec.entropy_coef = 0.1);
@@ -586,4 +600,20 @@ fn distillation_bad_input_is_named() {
     named("logits`: got a transform", &|spec| spec.logits.softcap = Some(30.0));
     named("support`: got a part", &|spec| spec.support.vocab = Some(8));
     named("ratio`: got another", &|spec| spec.ratio.clamp = Some(1.0));
+}
+
+#[test]
+fn distillation_problem_reads_back_from_a_file() {
+    let folder = std::env::temp_dir().join(format!("assay-distillation-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    for (place, rest) in RESTS.into_iter().enumerate() {
+        let path = folder.join(format!("{place}.safetensors"));
+        let problem = Pair::all()[0].1.problem(rest, 1.0);
+        write_problem(&path, &problem, &BTreeMap::new()).unwrap();
+        let read = ProblemFile::open(&path).unwrap().problem("logits", None).unwrap();
+        assert_eq!(read.extra, problem.extra);
+        let spec = spec(KINDS[0], rest, 1.0);
+        assert_eq!(evaluate(&spec, &read).unwrap().loss(), evaluate(&spec, &problem).unwrap().loss());
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }

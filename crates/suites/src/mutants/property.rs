@@ -5,11 +5,11 @@ use super::{MutantKind, QWEN_VOCABULARY};
 use assay_core::implementation::Workload;
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipWidths, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance,
-    LogClip, LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
-    PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, TokenWeights,
-    TopEntropy, Topr, UnscoredWeight,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipWidths, Distillation, DistillationKind, DroppedTerm, Kl, KlEstimator,
+    KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp,
+    OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature,
+    TemperatureDivides, TokenWeights, TopEntropy, TopKRest, Topr, UnscoredWeight,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -481,6 +481,35 @@ fn grid(class: MutantKind) -> Grid {
             shapes: vec![[3, 4, 5], [2, 3, 33]],
             ..Grid::default()
         },
+        // The teacher's regime goes by the seed, which is the number of the recipe: seven problems of each spec meet all of them.
+        MutantKind::Distillation => {
+            let all = |of: Distillation| {
+                let kinds = [
+                    Distillation { kind: DistillationKind::ForwardKl, beta: None, ..of.clone() },
+                    Distillation { kind: DistillationKind::ReverseKl, beta: None, ..of.clone() },
+                    Distillation { kind: DistillationKind::JensenShannon, beta: Some(0.1), ..of },
+                ];
+                kinds.map(|of| LossSpec { temperature: 2.0.into(), ..LossSpec::distillation(of) })
+            };
+            let top = |rest| Distillation { top_k: Some(6), rest: Some(rest), ..Distillation::default() };
+            let squared = Distillation { temperature_squared: true, ..Distillation::default() };
+            let teachers = [squared, top(TopKRest::Tail), top(TopKRest::Renormalized), top(TopKRest::Ignored)];
+            Grid {
+                specs: teachers.into_iter().flat_map(all).collect(),
+                shapes: vec![[4, 6, 33]],
+                regimes: [
+                    Regime::Normal,
+                    Regime::Small,
+                    Regime::Peaked,
+                    Regime::Holes,
+                    Regime::Normal,
+                    Regime::Ties,
+                    Regime::Sampled,
+                ]
+                .into(),
+                ..Grid::default()
+            }
+        }
         MutantKind::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::from_cotangents(true)], ..Grid::default() },
         MutantKind::Reduction => Grid {
             specs: vec![

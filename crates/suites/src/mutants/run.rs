@@ -43,6 +43,7 @@ const SELDOM_DRAWN: [MutantKind; 19] = [
     MutantKind::TokenWeights,
     MutantKind::TopEntropy,
     MutantKind::Several,
+    MutantKind::Distillation,
     MutantKind::SequenceRatio,
     MutantKind::Packing,
 ];

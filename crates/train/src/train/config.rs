@@ -357,6 +357,9 @@ impl TrainConfig {
         if loss.reads_kept_ids() {
             return Err(TrainError::setting("loss.support.kept", "given", "none: the sampler here keeps every column"));
         }
+        if loss.reads_teacher() {
+            return Err(TrainError::setting("loss.objective", "distillation", "another: there is no teacher here"));
+        }
         if loss.dentropy {
             let expected = "false: no cotangents of entropy are given here, take `entropy_coef` for a bonus";
             return Err(TrainError::setting("loss.dentropy", true, expected));
