@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ._check import check as check
     from ._check import kernel as kernel
     from ._cross_entropy import check_cross_entropy as check_cross_entropy
+    from ._divergence import check_divergence as check_divergence
     from ._logp import check_invariance as check_invariance
     from ._logp import check_logp as check_logp
     from ._loss import check_loss as check_loss
@@ -83,6 +84,7 @@ __all__ = [
     "bench",
     "check",
     "check_cross_entropy",
+    "check_divergence",
     "check_invariance",
     "check_logp",
     "check_loss",
@@ -237,6 +239,8 @@ def __getattr__(name: str) -> object:
     """Imports the modules of campaigns when one of their names is first needed."""
     if name in ("check", "kernel"):
         from . import _check as module
+    elif name == "check_divergence":
+        from . import _divergence as module  # type: ignore[no-redef]
     elif name in ("check_invariance", "check_logp"):
         from . import _logp as module  # type: ignore[no-redef]
     elif name == "check_cross_entropy":

@@ -178,6 +178,15 @@ class Problem:
     def kept_ids(self) -> Array:
         """[B,T,K] i64: the vocabulary entries that the sampler has kept for each token, -1 for no entry."""
     @property
+    def teacher_logits(self) -> Array:
+        """[B,T,V]: the teacher's logits, nats."""
+    @property
+    def teacher_logp(self) -> Array:
+        """[B,T,K], nats: the teacher's log-probabilities of its likeliest entries."""
+    @property
+    def teacher_ids(self) -> Array:
+        """[B,T,K] i64: the ids of the teacher's likeliest entries."""
+    @property
     def selected(self) -> Array:
         """[B,T] bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out."""
     @property

@@ -240,6 +240,13 @@ fn token_arrays<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> V
         let wide = Arc::new(kept.mapv(i64::from));
         arrays.push(("kept_ids", Block::lend(&wide, Element::Int64, |kept| kept)));
     }
+    if let Some(teacher) = &extra.teacher {
+        let teacher = Arc::new(teacher.clone());
+        arrays.push((teacher.name(), Block::floats(&teacher, |teacher| teacher.floats())));
+        if let problem::Teacher::TopK(top) = &*teacher {
+            arrays.push((problem::Teacher::IDS, Block::lend(&Arc::new(top.ids.clone()), Element::Int64, |ids| ids)));
+        }
+    }
     if let Some(selected) = &extra.selected {
         arrays.push(("selected", Block::lend(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
     }
@@ -381,6 +388,24 @@ impl Problem {
     #[getter]
     fn kept_ids(&self) -> PyResult<Array> {
         self.lent("kept_ids")
+    }
+
+    /// `[B,T,V]`: the teacher's logits, nats.
+    #[getter]
+    fn teacher_logits(&self) -> PyResult<Array> {
+        self.lent("teacher_logits")
+    }
+
+    /// `[B,T,K]`, nats: the teacher's log-probabilities of its likeliest entries.
+    #[getter]
+    fn teacher_logp(&self) -> PyResult<Array> {
+        self.lent("teacher_logp")
+    }
+
+    /// `[B,T,K]` i64: the ids of the teacher's likeliest entries.
+    #[getter]
+    fn teacher_ids(&self) -> PyResult<Array> {
+        self.lent("teacher_ids")
     }
 
     /// `[B,T]` bool: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.

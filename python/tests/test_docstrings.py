@@ -14,7 +14,7 @@ import assay
 #: The modules with public names, and the framework that each needs.
 MODULES = {"assay": None, "assay.torch": "torch", "assay.jax": "jax"}
 #: The framework that an example of a module without one needs.
-FRAMEWORKS = {"check_logp": "jax", "check_loss": "jax"}
+FRAMEWORKS = {"check_divergence": "jax", "check_logp": "jax", "check_loss": "jax"}
 #: Classes of the extension: their examples are in the package's docstring.
 NATIVE = ("Array", "Problem", "Spec", "Verdicts")
 

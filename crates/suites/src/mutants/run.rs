@@ -25,7 +25,7 @@ const DRAWN: usize = 400;
 const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [MutantKind; 19] = [
+const SELDOM_DRAWN: [MutantKind; 20] = [
     MutantKind::Sizes,
     MutantKind::Overflow,
     MutantKind::Logits,
