@@ -191,10 +191,8 @@ impl SpecimenLaunch<'_> {
                 (bins, Some((rest, places)), rest == TopKRest::Ignored)
             }
         };
-        let bins: Vec<TwinBin> = match self.has(Bug::DistillationExchanged) {
-            true => bins.into_iter().map(TwinBin::exchanged).collect(),
-            false => bins,
-        };
+        let exchanged = self.has(Bug::DistillationExchanged);
+        let bins: Vec<TwinBin> = if exchanged { bins.into_iter().map(TwinBin::exchanged).collect() } else { bins };
         let mut value: f64 = bins.iter().map(|bin| bin.term(beta, plain)).sum();
         if self.has(Bug::DistillationTeacherEntropyForgotten) {
             value -= bins.iter().filter(|bin| bin.q > 0.0).map(|bin| bin.q * bin.q.ln()).sum::<f64>();

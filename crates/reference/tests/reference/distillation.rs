@@ -212,7 +212,7 @@ fn softmax(z: &[Real]) -> Vec<Real> {
     e.into_iter().map(|e| e / sum.clone()).collect()
 }
 
-/// How far a value may be off, of itself, and a slope, of the row's largest.
+/// How far a value may be off, of itself, and a slope, of the row's largest; an exponent x/T is rounded besides.
 const NEAR_1: f64 = 1e-13;
 
 #[test]
@@ -228,17 +228,21 @@ fn distillation_agrees_with_640_bits() {
                     let exact = ExactDivergence::new(kind, rest, &pair, temperature);
                     let z: Vec<Real> = pair.student.iter().map(|x| Real::from(*x) / Real::from(temperature)).collect();
                     let value = exact.value(&z).to_f64();
+                    let largest_exponent =
+                        pair.student.iter().chain(&pair.teacher).fold(0.0, |most: f64, x| most.max(x.abs()));
+                    let near = NEAR_1 + f64::EPSILON * largest_exponent / temperature;
                     let label = format!("{name}, T = {temperature}, {kind:?}, {rest:?}");
                     // Of a teacher's entries the student's exponents x/T are rounded before anything is subtracted: each δ is right to 1e-16 of
                     // 1, in which the divergence is flat. A sum over some entries is not flat in it.
+                    let of_exponents = 4e-15 * (1.0 + largest_exponent);
                     let [of_value, of_slopes] = match rest {
                         None => [0.0, 0.0],
-                        Some(TopKRest::Tail | TopKRest::Renormalized) => [1e-14 * value.sqrt(), 1e-14],
-                        Some(TopKRest::Ignored) => [1e-14, 1e-14],
+                        Some(TopKRest::Tail | TopKRest::Renormalized) => [of_exponents * value.sqrt(), of_exponents],
+                        Some(TopKRest::Ignored) => [of_exponents, of_exponents],
                     };
                     let error = (reference.loss() - value).abs();
                     assert!(
-                        error <= NEAR_1 * value.abs() + of_value,
+                        error <= near * value.abs() + of_value,
                         "{label}: {} for {value}, off by {error:e}",
                         reference.loss()
                     );
@@ -252,7 +256,7 @@ fn distillation_agrees_with_640_bits() {
                     let of_sides = 4e-16 * sides.fold(0.0, f64::max);
                     for (j, (got, expected)) in reference.dlogits_row(0, 0).iter().zip(&gradient).enumerate() {
                         let error = (got - expected).abs();
-                        let most = NEAR_1 * largest + of_slopes + of_sides;
+                        let most = near * largest + of_slopes + of_sides;
                         assert!(error <= most, "{label}, {j}: {got} for {expected}, off by {error:e} of {largest:e}");
                     }
                     tried += 1;
