@@ -46,6 +46,8 @@ pub(crate) struct DivergenceCondition {
     through_tail: (f64, ErrorBound),
     /// The errors of the two sums of exponentials and of offsets, which all log-probabilities share.
     shared: [f64; 2],
+    /// Whether the divergence is a sum over some entries, whose probabilities do not sum up to 1.
+    of_some: bool,
     grade: Grade,
 }
 
@@ -86,6 +88,7 @@ impl DivergenceCondition {
             mean: ErrorBound::default(),
             through_tail: (0.0, ErrorBound::default()),
             shared,
+            of_some: divergence.rest() == Some(TopKRest::Ignored),
             grade: bands.grade,
         };
         let kappa = bands.logp * U;
@@ -191,6 +194,11 @@ impl DivergenceCondition {
             scale: size * by_gap + by_x * between,
             floor: a * squared * squared / 2.0 + by_x * (of_own + of_other),
         };
+        // Over some entries the sum is the formula's own, which is not flat in an error of x.
+        if self.of_some {
+            bound.scale += a * (by_gap * x.abs() + between);
+            bound.floor += a * (of_own * (1.0 + x.abs()) + of_other);
+        }
         if self.is_standard() {
             bound.scale += a * (own * (1.0 + x.abs()) + other + x.abs());
             bound.floor += a * (of_own * (1.0 + x.abs()) + of_other);

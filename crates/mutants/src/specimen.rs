@@ -61,9 +61,6 @@ impl Specimen {
         if !DEVICE_COUNTS.contains(&devices) {
             return refused("devices", devices.to_string(), "1, 2 and 4");
         }
-        if spec.reads_teacher() && devices != 1 {
-            return refused("devices", devices.to_string(), "1 with a teacher");
-        }
         // The specimen has the objectives that the bank's mutants are about. Others are refused rather than
         // approximated.
         let objective = match spec.objective {
