@@ -569,10 +569,16 @@ fn distillation_bad_input_is_named() {
         refusal(None, &filled(f64::NEG_INFINITY)),
         "`teacher_logits[0,0,:]`: got −∞ everywhere, expected a finite number on an unmasked token"
     );
+}
 
-    // Settings that a divergence does not have.
+/// Settings that a divergence does not have.
+#[test]
+fn distillation_settings_without_meaning_are_refused() {
+    let problem = Pair::all()[0].1.problem(None, 1.0);
     let named = |expected: &str, change: &dyn Fn(&mut LossSpec)| {
-        let refused = refusal(None, &|spec, _| change(spec));
+        let mut spec = spec(KINDS[0], None, 1.0);
+        change(&mut spec);
+        let refused = evaluate(&spec, &problem).map(|_| ()).unwrap_err().to_string();
         assert!(refused.starts_with(&format!("spec field `{expected}")), "{refused}");
     };
     let beta = |beta| {
