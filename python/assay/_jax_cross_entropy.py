@@ -111,10 +111,10 @@ def _reduced(asked: Any, labels: Array, ignore_index: int, reduction: str, softc
     if reduction not in _REDUCTIONS:
         raise ProblemError(f"`reduction`: got {reduction!r}, expected one of {', '.join(_REDUCTIONS)}")
     ids, mask = labels.reshape(1, -1), labels.reshape(1, -1) != ignore_index
-    options: dict[str, object] = {"softcap": softcap, "logit_scale": logit_scale}
+    options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
     if reduction == "none":
-        changes = {"logits": {"softcap": softcap, "scale": logit_scale}}
-        return -asked(ids, mask, _spec("logp", entropy=False, **changes)).reshape(labels.shape)
+        transform = {"softcap": softcap, "scale": logit_scale}
+        return -asked(ids, mask, _spec("logp", entropy=False, logits=transform)).reshape(labels.shape)
     loss = asked(ids, mask, _spec("cross_entropy", reduction=reduction, **options))
     # A mean of no loss is 0/0, which a kernel for losses of policies has as 0.
     return jnp.where(mask.any(), loss, jnp.nan) if reduction == "mean" else loss

@@ -86,10 +86,10 @@ def cross_entropy(
     rows = _rows(input, target, lm_head is not None)[None]
     ids = target.reshape(1, -1)
     mask = ids != ignore_index
-    options = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
-    made_by = {"logits": rows} if lm_head is None else {"logits": None, "hidden": rows, "lm_head": lm_head}
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+    made_by: dict[str, Any] = {"logits": rows} if lm_head is None else {"logits": None, "hidden": rows, "lm_head": lm_head}
     if reduction != "none":
-        of_head = {} if lm_head is None else {"rounds_logits": rounds_logits, "chunk": chunk}
+        of_head: dict[str, Any] = {} if lm_head is None else {"rounds_logits": rounds_logits, "chunk": chunk}
         advantages = torch.zeros(1, device=ids.device)
         loss = operations.grpo_loss(
             **made_by, ids=ids, advantages=advantages, mask=mask, spec="cross_entropy", inplace=inplace, loss_scale=loss_scale, **of_head, **options
@@ -137,7 +137,7 @@ class _OfTokens(torch.autograd.Function):
         *_others, losses, _metrics, kept = operations._loss(logits, *_arguments(ids, mask, torch.ones_like(ids, dtype=torch.float32), json))
         ctx.save_for_backward(logits, ids, mask, kept)
         ctx.json = json
-        return losses  # type: ignore[no-any-return]
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -162,7 +162,7 @@ class _OfTokensOfHead(torch.autograd.Function):
         *_others, losses, _metrics, kept = operations._head_loss(hidden, lm_head, rounds_logits, chunk, *given)
         ctx.save_for_backward(hidden, lm_head, ids, mask, kept)
         ctx.rest = rounds_logits, chunk, json
-        return losses  # type: ignore[no-any-return]
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -11,7 +11,7 @@ import pytest
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-QUICK = dict(framework="jax", dtypes=["f32"], shapes=["2x3x7", "2x3x33"], cases=12, wide=0, power=False, repro_dir=None, progress=False)
+QUICK: dict[str, Any] = dict(framework="jax", dtypes=["f32"], shapes=["2x3x7", "2x3x33"], cases=12, wide=0, power=False, repro_dir=None, progress=False)
 
 
 def terms(logits: Any, ids: Any, label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Any, Any]:
@@ -34,7 +34,7 @@ def mean(logits: Any, ids: Any, **options: float) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.3, "z_loss": 1e-3}])
-def test_a_plain_mean_passes(options: dict[str, float]) -> None:
+def test_a_plain_mean_passes(options: dict[str, Any]) -> None:
     report = assay.check_cross_entropy(lambda x, ids: mean(x, ids, **options), **options, **QUICK)
     assert report.passed, report
 
@@ -85,7 +85,7 @@ def detached(logits: Any, ids: Any) -> Any:
         (mean, {"z_loss": 1e-2}, "no z_loss"),
     ],
 )
-def test_wrong_ones_are_named(fn: Any, options: dict[str, float], says: str) -> None:
+def test_wrong_ones_are_named(fn: Any, options: dict[str, Any], says: str) -> None:
     report = assay.check_cross_entropy(fn, **options, **QUICK)
     assert not report.passed
     assert says in " ".join(repr(report).split()), report

@@ -148,7 +148,7 @@ def test_divergence_as_a_mean_is_given_the_tokens_that_count() -> None:
 
 def test_divergence_that_does_not_fit_is_refused_by_name() -> None:
     fn = divergence(0.0)
-    refused = [
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (assay.AssayError, "fn: got int", {"fn": 3}),
         (assay.AssayError, "framework: got 'tinygrad', expected one of torch, jax, numpy", {"framework": "tinygrad"}),
         (assay.AssayError, "reduction: got 'batch', expected one of none, mean, sum", {"reduction": "batch"}),
