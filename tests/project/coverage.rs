@@ -42,9 +42,10 @@ fn coverage_every_arm_that_a_kernel_computes_is_drawn() {
     let drawn = drawn();
     let drawn = Arms::from_specs(drawn.iter().map(|(spec, _)| spec));
     assert_eq!(drawn.missing_of(&computed), Vec::<&String>::new());
-    // No kernel has a choice over the whole batch: all else is drawn.
+    // No kernel has a choice over the whole batch, nor a teacher: all else is drawn.
     let rest: BTreeSet<&str> = drawn.missing().iter().map(|arm| arm.as_str()).collect();
-    assert_eq!(rest, BTreeSet::from(["clip_cov.selection: given", "kl_cov.selection: given", "top_entropy: given"]));
+    let choices = ["clip_cov.selection: given", "kl_cov.selection: given", "top_entropy: given"];
+    assert_eq!(rest, choices.into_iter().chain(["objective: distillation"]).collect());
 }
 
 #[test]

@@ -11,7 +11,7 @@ pub enum KernelScope {
     Token,
     /// All tokens of a sequence that has at least one unmasked token.
     Row,
-    /// The same, and every column of each token, for a cross-entropy's terms of the whole row.
+    /// All tokens of such a sequence with every column of each, for a cross-entropy's terms of the whole row.
     RowAndColumns,
     /// All tokens of a sequence, and sequences without an unmasked token too.
     AnyRow,

@@ -325,7 +325,7 @@ impl DivergenceCondition {
 
 /// One side of a divergence of two distributions.
 struct KlSide {
-    /// The probability `A`.
+    /// The probability `A` of the side that the divergence is weighted by.
     a: f64,
     /// The difference `x = ln B − ln A`.
     x: f64,
@@ -375,7 +375,7 @@ impl SoftmaxError {
     }
 
     /// The error of an entry of which the log-probability is known.
-    fn of_logp(softmax: &Softmax, logp: f64) -> Self {
+    fn from_logp(softmax: &Softmax, logp: f64) -> Self {
         Self::new(softmax, logp + softmax.log_sum + softmax.max)
     }
 }
@@ -398,9 +398,9 @@ fn bin_errors(divergence: &TokenDivergence, whole: &Softmax, bins: &[DivergenceB
         SoftmaxError { by_gap: 1.0 + size, of_logp: 1.0 + size }
     };
     let entry = |bin: &DivergenceBin| {
-        let student = SoftmaxError::of_logp(&divergence.student, bin.student_logp);
+        let student = SoftmaxError::from_logp(&divergence.student, bin.student_logp);
         let teacher = match rest {
-            None | Some(TopKRest::Renormalized) => SoftmaxError::of_logp(&divergence.teacher, bin.teacher_logp),
+            None | Some(TopKRest::Renormalized) => SoftmaxError::from_logp(&divergence.teacher, bin.teacher_logp),
             Some(TopKRest::Tail | TopKRest::Ignored) => given(bin),
         };
         BinErrors {

@@ -1,6 +1,7 @@
 //! The specimen's divergence from a teacher: two softmaxes side by side, and their gradient over the student's logits.
 //!
-//! Each simulated device has the whole vocabulary. Exponents and exponentials are f32, sums are f64. Terms are `A(e^x − 1 − x)`, which do not cancel where student ≈ teacher.
+//! Each simulated device has the whole vocabulary. Exponents and exponentials are f32, sums are f64. Terms are `A(e^x − 1 − x)`,
+//! which do not cancel where student ≈ teacher.
 
 use std::collections::HashMap;
 

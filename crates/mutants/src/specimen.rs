@@ -81,12 +81,9 @@ impl Specimen {
             | Objective::KlCov(_)
             | Objective::ClipCov(_) => false,
         };
+        let objectives = "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy, distillation and none";
         let computed = [
-            (
-                objective,
-                "objective",
-                "ppo_clip, cispo, policy_gradient, topr, aspo, cross_entropy, distillation and none",
-            ),
+            (objective, "objective", objectives),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
             (spec.support.kept.is_none(), "support.kept", "none"),
         ];

@@ -33,9 +33,9 @@ use ndarray::s;
 /// The part of two distributions that a divergence compares at once: a vocabulary entry, or the entries that a teacher does not have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DivergenceBin {
-    /// The student's probability `P`.
+    /// The probability `P` that the student has here.
     pub student: f64,
-    /// The teacher's probability `Q`.
+    /// The probability `Q` that the teacher has here.
     pub teacher: f64,
     /// The student's log-probability `ln P`, nats.
     pub student_logp: f64,
@@ -48,7 +48,7 @@ pub struct DivergenceBin {
 /// The divergence of one token's distribution from its teacher's.
 #[derive(Clone, Debug)]
 pub struct TokenDivergence {
-    /// The divergence, nats, times `T²` if the spec says so.
+    /// The divergence, nats, times [`factor`](Self::factor).
     pub value: f64,
     /// The factor of the divergence: `T²` or 1.
     pub factor: f64,
@@ -155,7 +155,7 @@ impl DivergenceBin {
         if beta == 1.0 { self.log_ratio } else { -(1.0 - beta) * self.mixture_log_ratios(beta)[1] }
     }
 
-    /// Returns `P − Q`.
+    /// Returns `P − Q`, without cancellation where both are near.
     fn difference(&self) -> f64 {
         if self.log_ratio.abs() <= 1.0 { self.teacher * self.log_ratio.exp_m1() } else { self.student - self.teacher }
     }

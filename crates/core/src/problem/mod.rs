@@ -400,7 +400,7 @@ pub enum ProblemError {
         b: usize,
         /// The position of the token.
         t: usize,
-        /// The vocabulary entry.
+        /// The entry of the teacher's vocabulary.
         v: usize,
         /// The value that was given.
         given: f64,

@@ -30,7 +30,7 @@ use super::describe::number;
 use super::{LogitsTransform, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
 use crate::text::ShownNumber;
 
-/// The numbers of [`Objective::Distillation`].
+/// The divergence of [`Objective::Distillation`], and its numbers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]

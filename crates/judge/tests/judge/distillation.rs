@@ -240,7 +240,7 @@ fn distillation_textbook_passes_standard_in_every_regime() {
 }
 
 #[test]
-fn distillation_textbook_passes_standard_at_the_vocabulary_of_qwen() {
+fn distillation_textbook_passes_at_the_vocabulary_of_qwen() {
     for (spec, seed) in specs().filter(|spec| spec.as_distillation().unwrap().top_k.is_none()).zip(0..) {
         for (place, regime) in (0_u64..).zip([Regime::Normal, Regime::Sampled, Regime::Ties]) {
             let recipe = recipe([1, 2, 151_936], Dtype::F32, regime, seed + 2 * place);
