@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _autograd, _memory, _specs
 from ._check import check
-from ._errors import AssayError, OutputError
+from ._errors import AssayError, OutputError, SpecError
 from ._native import Problem, Spec
 from ._report import Report
 
@@ -16,6 +16,7 @@ from ._report import Report
 __tracebackhide__ = methodcaller("errisinstance", AssayError)
 
 Divergence = Callable[..., Any]
+_KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 _REDUCTIONS = ("none", "mean", "sum")
 _FRAMEWORKS = ("torch", "jax", "numpy")
 
@@ -104,6 +105,8 @@ def _spec(
     reduction: str,
 ) -> Spec:
     """The loss that is the reduced divergence. Without a reduction it is the sum of the tokens', each times a drawn upstream gradient."""
+    if kind not in _KINDS:
+        raise SpecError(f"`kind`: got {kind!r}, expected one of {', '.join(_KINDS)}")
     distillation = {"kind": kind, "beta": beta, "top_k": teacher_top_k, "rest": rest, "temperature_squared": temperature_squared}
     fields: dict[str, object] = {
         "objective": {"distillation": distillation},

@@ -1,4 +1,4 @@
-"""The GRPO loss for PyTorch: `grpo_loss`, `logp_and_entropy` and `gather_logp` without a loss, and `cross_entropy`.
+"""The GRPO loss for PyTorch: `grpo_loss`, `logp_and_entropy` and `gather_logp` without a loss, `cross_entropy`, and `divergence`.
 
     import assay, assay.torch
 
@@ -33,8 +33,9 @@ from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
 from ._torch_cross_entropy import cross_entropy
+from ._torch_divergence import divergence
 
-__all__ = ["GrpoLoss", "METRICS", "cross_entropy", "empty_cache", "gather_logp", "grpo_loss", "logp_and_entropy", "trl_arguments"]
+__all__ = ["GrpoLoss", "METRICS", "cross_entropy", "divergence", "empty_cache", "gather_logp", "grpo_loss", "logp_and_entropy", "trl_arguments"]
 
 METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
 """The names of `GrpoLoss.metrics`: means over the unmasked tokens, as trainers log them. Without a KL term `kl_mean` is 0."""

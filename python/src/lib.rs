@@ -6,6 +6,7 @@ mod agreement;
 mod bench;
 mod campaign;
 mod deck;
+mod divergence;
 mod emitted;
 mod error;
 mod gpu;
@@ -50,6 +51,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::campaign::{Campaign, answer, page, report_markdown, report_text};
+    #[pymodule_export]
+    use super::divergence::{op_divergence, op_divergence_gradient};
     #[pymodule_export]
     use super::emitted::{mosaic_kernels, ptx_kernels};
     #[pymodule_export]

@@ -13,12 +13,15 @@
 
 pub mod bandwidth;
 mod cotangents;
+mod divergence;
+mod divergence_op;
 mod lm_head;
 pub mod op;
 pub mod products;
 mod row;
 pub mod share;
 mod threads;
+mod top_divergence;
 
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0, s};
 
@@ -35,6 +38,8 @@ use assay_core::problem::{
 use assay_core::spec::{Averaging, LossSpec, Objective, Reduction};
 pub use assay_simd::{Isa, gemm};
 pub use cotangents::OutputCotangents;
+pub use divergence::{NativeDivergence, NativeDivergences, NativeTeacher};
+pub use divergence_op::{DivergenceOp, OpTeacher};
 pub use lm_head::{HeadDerivatives, NativeHead, NativeHeadGradients};
 pub use row::NativeElement;
 use row::{
@@ -223,7 +228,7 @@ impl Native {
         // Shapes and values, then what this kernel computes.
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
-        self.supports(spec, shape, E::DTYPE, 1)?;
+        expect_supported(self.id(), "logits dtype", spec, E::DTYPE, 1)?;
         cotangents.check([batch, length])?;
         Ok(NativeBatch::new::<E>(spec, self.isa, tokens, vocab, cotangents))
     }
@@ -264,6 +269,9 @@ impl Implementation for Native {
     }
 
     fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        if spec.reads_teacher() {
+            return expect_dtype(self.id(), "logits dtype", dtype, devices);
+        }
         expect_supported(self.id(), "logits dtype", spec, dtype, devices)
     }
 
@@ -279,6 +287,9 @@ impl Implementation for Native {
     fn run(&self, spec: &LossSpec, mut problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
+        if spec.reads_teacher() {
+            return self.run_divergence(spec, problem);
+        }
         // The problem's logits become dlogits in place.
         let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Array3::default((0, 0, 0))));
         let (tokens, from_loss) = (problem.tokens(), OutputCotangents::default());
@@ -300,6 +311,17 @@ fn expect_supported(
     dtype: Dtype,
     devices: usize,
 ) -> Result<(), Unsupported> {
+    expect_dtype(id, field, dtype, devices)?;
+    KernelScope::AnyRow.expect(spec).map_err(|setting| Unsupported {
+        implementation: id.into(),
+        field: setting.field,
+        given: setting.given,
+        supported: setting.supported.into(),
+    })
+}
+
+/// Checks that the CPU kernels take inputs of `dtype`, which errors call `field`, on so many devices.
+fn expect_dtype(id: &str, field: &'static str, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
     let unsupported = |field, given, supported: &str| {
         Err(Unsupported { implementation: id.into(), field, given, supported: supported.into() })
     };
@@ -309,8 +331,7 @@ fn expect_supported(
     if devices != 1 {
         return unsupported("device count", devices.to_string(), "1");
     }
-    let computed = KernelScope::AnyRow.expect(spec);
-    computed.or_else(|setting| unsupported(setting.field, setting.given, setting.supported))
+    Ok(())
 }
 
 /// Position `(b, t)` of a token in the batch.

@@ -107,7 +107,7 @@ impl From<ProblemError> for OpError {
 }
 
 /// Dtypes of logits and of dlogits, for error messages.
-const LOGITS: &str = "f32, bf16 or f16";
+pub(super) const LOGITS: &str = "f32, bf16 or f16";
 
 impl OpArray<'_> {
     /// Returns the extents of the array.
@@ -136,12 +136,16 @@ impl OpArray<'_> {
         }
     }
 
-    fn wrong_dtype(&self, field: &'static str, expected: &'static str) -> OpError {
+    pub(super) fn wrong_dtype(&self, field: &'static str, expected: &'static str) -> OpError {
         OpError::Dtype { field, given: self.dtype(), expected }
     }
 
     /// Converts the floats of `field` to f64, exactly.
-    fn floats<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<f64, D>, OpError> {
+    pub(super) fn floats<D: Dimension>(
+        &self,
+        field: &'static str,
+        meaning: &str,
+    ) -> Result<ndarray::Array<f64, D>, OpError> {
         // Every float of 16 or 32 bits is exact in f64.
         let floats = match self {
             OpArray::F16(array) => array.mapv(Float::to_f64),
@@ -157,7 +161,11 @@ impl OpArray<'_> {
         ProblemError::Shape { field, given: self.shape().to_vec(), expected: meaning.into() }
     }
 
-    fn integers<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<i64, D>, OpError> {
+    pub(super) fn integers<D: Dimension>(
+        &self,
+        field: &'static str,
+        meaning: &str,
+    ) -> Result<ndarray::Array<i64, D>, OpError> {
         let integers = match self {
             OpArray::I32(array) => array.mapv(i64::from),
             OpArray::I64(array) => array.to_owned(),
@@ -177,7 +185,7 @@ impl OpArray<'_> {
         if all.dim().2 == 0 { Err(self.wrong_rank(field, MEANING).into()) } else { Ok(all) }
     }
 
-    fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
+    pub(super) fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
         let wrong_rank = |_| self.wrong_rank(field, "[B,T]");
         // Numbers are masks if each is 0 or 1.
         let numbers = match self {
@@ -191,7 +199,7 @@ impl OpArray<'_> {
 }
 
 /// Views an array as logits `[B,T,V]`.
-fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpError> {
+pub(super) fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpError> {
     let wrong = |_| ProblemError::Shape {
         field: "logits",
         given: array.shape().to_vec(),

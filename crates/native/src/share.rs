@@ -17,14 +17,14 @@ use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3,
 
 use super::{
     KeptSettings, LogitsRow, Native, NativeBatch, NativeElement, OutputCotangents, ReductionWeights, RowTransform,
-    SoftmaxSettings, TokenEvaluation, rows_of, rows_of_mut,
+    SoftmaxSettings, TokenEvaluation, expect_supported, rows_of, rows_of_mut,
 };
 use crate::row::DlogitsScales;
 use crate::threads::{RowTask, over_threads};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::{StructuredSpec, TokenInput};
 use assay_core::implementation::{RunError, Unsupported};
-use assay_core::problem::{ProblemError, Sequence, Shape, check_kept_ids};
+use assay_core::problem::{ProblemError, Sequence, check_kept_ids};
 use assay_core::spec::{LossSpec, Support, Temperature};
 
 /// Number of columns per token in the arrays that are handed over.
@@ -343,11 +343,11 @@ impl Native {
     fn softmaxes<E: NativeElement>(
         &self,
         spec: &LossSpec,
-        (batch, tokens, vocab): (usize, usize, usize),
+        (.., vocab): (usize, usize, usize),
         part: VocabShard,
     ) -> Result<SoftmaxSettings, RunError> {
         use assay_core::implementation::Implementation as _;
-        self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
+        expect_supported(self.id(), "logits dtype", spec, E::DTYPE, 1)?;
         if spec.ids_per_token > 1 {
             let supported = "1: one id a token is handed over".into();
             let implementation = self.id().into();

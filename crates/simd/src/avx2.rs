@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, SimdTask, UNIT, by_halves};
+use super::{LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -93,6 +93,14 @@ impl Simd for Avx2 {
     fn scale(self, a: Avx2Lanes, _: Avx2Lanes, integer: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe { [scale(a[0], integer[0]), scale(a[1], integer[1])] }
+    }
+    #[inline(always)]
+    fn split(self, x: Avx2Lanes) -> [Avx2Lanes; 2] {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let [(low, of_low), (high, of_high)] = [split(x[0]), split(x[1])];
+            [[low, high], [of_low, of_high]]
+        }
     }
 
     #[inline(always)]
@@ -196,5 +204,21 @@ unsafe fn scale(a: __m256, integer: __m256) -> __m256 {
     unsafe {
         let exponent = _mm256_slli_epi32::<23>(_mm256_castps_si256(integer));
         _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), exponent))
+    }
+}
+
+/// Splits positive normal numbers into mantissas and exponents, as [`Simd::split`].
+///
+/// # Safety
+/// The machine must have AVX2.
+#[inline(always)]
+unsafe fn split(x: __m256) -> (__m256, __m256) {
+    // SAFETY: the caller's.
+    unsafe {
+        let bits = _mm256_castps_si256(x);
+        let above = _mm256_sub_epi32(bits, _mm256_set1_epi32(LEAST_MANTISSA.cast_signed()));
+        let exponent = _mm256_srai_epi32::<23>(above);
+        let mantissa = _mm256_sub_epi32(bits, _mm256_slli_epi32::<23>(exponent));
+        (_mm256_castsi256_ps(mantissa), _mm256_cvtepi32_ps(exponent))
     }
 }

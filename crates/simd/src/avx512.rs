@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, SimdTask, UNIT, by_halves};
+use super::{LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -92,6 +92,17 @@ impl Simd for Avx512 {
     fn scale(self, a: __m512, n: __m512, _: __m512) -> __m512 {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { _mm512_scalef_ps(a, n) }
+    }
+    #[inline(always)]
+    fn split(self, x: __m512) -> [__m512; 2] {
+        // SAFETY: `self` shows that the machine has the instructions.
+        unsafe {
+            let bits = _mm512_castps_si512(x);
+            let above = _mm512_sub_epi32(bits, _mm512_set1_epi32(LEAST_MANTISSA.cast_signed()));
+            let exponent = _mm512_srai_epi32::<23>(above);
+            let mantissa = _mm512_sub_epi32(bits, _mm512_slli_epi32::<23>(exponent));
+            [_mm512_castsi512_ps(mantissa), _mm512_cvtepi32_ps(exponent)]
+        }
     }
 
     #[inline(always)]

@@ -85,7 +85,19 @@ impl<S: Simd> Exp<S> {
     /// Computes the gap of `x` below `max` in steps, at most one whose exponential is 0. NaN stays.
     #[inline(always)]
     pub fn gap(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
-        simd.min(self.far, simd.mul(simd.sub(max, x), self.steps_a_unit))
+        self.at_most_far(simd, self.distance(simd, max, x))
+    }
+
+    /// Computes the gap of `x` below `max` in steps, as large as it is.
+    #[inline(always)]
+    pub fn distance(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
+        simd.mul(simd.sub(max, x), self.steps_a_unit)
+    }
+
+    /// Holds a gap to one whose exponential is 0. NaN stays.
+    #[inline(always)]
+    pub fn at_most_far(&self, simd: S, distance: S::Lanes) -> S::Lanes {
+        simd.min(self.far, distance)
     }
 
     /// Computes `2^64·e^(−a/T) = 2^k·(2^64·2^f)` of gaps that are not above [`FAR`], with `k + f = −a·log₂ e / T`; the

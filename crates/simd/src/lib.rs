@@ -30,6 +30,7 @@ mod avx2;
 mod avx512;
 pub mod exp;
 mod gemm;
+pub mod log;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod packed;
@@ -95,6 +96,9 @@ pub trait Simd: Copy {
     /// Scales by a power of two: `a·2^n`, of an integer `n` that is also in the low bits of `integer`'s pattern; each
     /// unit reads the one that it is faster with. `a` and the product must be normal numbers.
     fn scale(self, a: Self::Lanes, n: Self::Lanes, integer: Self::Lanes) -> Self::Lanes;
+    /// Splits a positive normal number into a mantissa from `√½` to `√2` and the exponent `n`, an integer: `x = mantissa·2^n`.
+    /// The result for any other number is unspecified.
+    fn split(self, x: Self::Lanes) -> [Self::Lanes; 2];
 
     /// Returns eight sums that are 0.
     fn sums(self) -> Self::Sums;
@@ -114,6 +118,9 @@ pub trait Simd: Copy {
     /// Stores a unit of f16 in order, rounded to nearest even; NaN stays NaN.
     fn store_f16(self, x: [Self::Lanes; 2], to: &mut [f16; UNIT]);
 }
+
+/// Bit pattern of `√½`, the least mantissa of [`Simd::split`].
+const LEAST_MANTISSA: u32 = 0x3f35_04f3;
 
 /// Distance in bytes by which [`prefetch`] is ahead of the reads: as far as the first cache is from memory in the time
 /// of a vector's arithmetic. Between 4 and 16 KiB it makes no difference.
@@ -294,7 +301,7 @@ mod tests {
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> Vec<[f32; LANES]> {
             let [a, b, c] = self.0;
-            let scaled = scaled(simd, a, b);
+            let (scaled, a_bits) = (scaled(simd, a, b), a);
             let (a, b, c) = (simd.load(a), simd.load(b), simd.load(c));
             let mut all = Vec::new();
             for x in [
@@ -312,6 +319,13 @@ mod tests {
                 simd.either(a, b, c),
                 simd.splat(1.5),
             ] {
+                let mut to = [0.0; LANES];
+                simd.store(x, &mut to);
+                all.push(to);
+            }
+            // Any number is made a positive normal one first.
+            let normal = a_bits.map(|x| f32::from_bits((x.to_bits() & 0x7fff_ffff).clamp(0x0080_0000, 0x7f7f_ffff)));
+            for x in simd.split(simd.load(&normal)) {
                 let mut to = [0.0; LANES];
                 simd.store(x, &mut to);
                 all.push(to);

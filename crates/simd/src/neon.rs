@@ -5,7 +5,7 @@ use std::arch::asm;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, SimdTask, UNIT, by_halves};
+use super::{LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has NEON: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -106,6 +106,10 @@ impl Simd for Neon {
     #[inline(always)]
     fn scale(self, a: NeonLanes, _: NeonLanes, integer: NeonLanes) -> NeonLanes {
         each!(scale, a, integer)
+    }
+    #[inline(always)]
+    fn split(self, x: NeonLanes) -> [NeonLanes; 2] {
+        [each!(mantissa, x), each!(exponent, x)]
     }
 
     #[inline(always)]
@@ -245,6 +249,42 @@ unsafe fn scale(a: float32x4_t, integer: float32x4_t) -> float32x4_t {
     unsafe {
         let exponent = vshlq_n_u32::<23>(vreinterpretq_u32_f32(integer));
         vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(a), exponent))
+    }
+}
+
+/// Returns the exponents of positive normal numbers, as integers, as [`Simd::split`].
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn integer_exponent(x: float32x4_t) -> int32x4_t {
+    // SAFETY: the caller's.
+    unsafe {
+        let above = vsubq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(LEAST_MANTISSA.cast_signed()));
+        vshrq_n_s32::<23>(above)
+    }
+}
+
+/// Returns the exponents of positive normal numbers, as [`Simd::split`].
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn exponent(x: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe { vcvtq_f32_s32(integer_exponent(x)) }
+}
+
+/// Returns the mantissas of positive normal numbers, as [`Simd::split`].
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn mantissa(x: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe {
+        let bits = vsubq_s32(vreinterpretq_s32_f32(x), vshlq_n_s32::<23>(integer_exponent(x)));
+        vreinterpretq_f32_s32(bits)
     }
 }
 

@@ -5,7 +5,7 @@ use std::array::from_fn;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, UNIT, by_halves};
+use super::{LANES, LEAST_MANTISSA, Simd, UNIT, by_halves};
 
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
@@ -75,6 +75,12 @@ impl Simd for Portable {
     #[inline(always)]
     fn scale(self, a: PortableLanes, _: PortableLanes, integer: PortableLanes) -> PortableLanes {
         from_fn(|i| f32::from_bits(a[i].to_bits().wrapping_add(integer[i].to_bits() << 23)))
+    }
+    #[inline(always)]
+    fn split(self, x: PortableLanes) -> [PortableLanes; 2] {
+        let exponents: [i32; LANES] = x.map(|x| x.to_bits().wrapping_sub(LEAST_MANTISSA).cast_signed() >> 23);
+        let mantissa = |i: usize| x[i].to_bits().wrapping_sub(exponents[i].cast_unsigned() << 23);
+        [from_fn(|i| f32::from_bits(mantissa(i))), exponents.map(|n| n as f32)]
     }
 
     #[inline(always)]

@@ -96,6 +96,38 @@ impl Teacher {
     }
 }
 
+impl TeacherTopK {
+    /// Checks shapes and ids of the entries of a batch of `shape`, at most `most` of each token where `mask` is true.
+    ///
+    /// # Errors
+    /// [`ProblemError`] naming the array or the entry that does not fit.
+    pub fn check(&self, most: usize, mask: &Array2<bool>, shape: Shape) -> Result<(), ProblemError> {
+        let Self { logp, ids } = self;
+        let Shape { batch, tokens, vocab } = shape;
+        let (rows, columns, count) = ids.dim();
+        if (rows, columns) != (batch, tokens) || count == 0 || count > most.min(vocab) {
+            let expected = format!("[{batch}, {tokens}, K] with 1 ≤ K ≤ {}", most.min(vocab));
+            return Err(ProblemError::Shape { field: Teacher::IDS, given: ids.shape().to_vec(), expected });
+        }
+        if logp.shape() != ids.shape() {
+            let expected = format!("{:?}, that of `{}`", ids.shape(), Teacher::IDS);
+            return Err(ProblemError::Shape { field: Teacher::LOGP, given: logp.shape().to_vec(), expected });
+        }
+        for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
+            let mut seen = HashMap::with_capacity(count);
+            for (k, &id) in ids.slice(s![b, t, ..]).iter().enumerate() {
+                if usize::try_from(id).ok().is_none_or(|id| id >= vocab) {
+                    return Err(ProblemError::TeacherIdOutOfRange { b, t, k, id, vocab });
+                }
+                if let Some(first) = seen.insert(id, k) {
+                    return Err(ProblemError::TeacherIdTwice { b, t, k, id, first });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Tokens<'_> {
     /// Checks that each unmasked token has a teacher in the form that the spec reads, over the same vocabulary.
     pub(super) fn check_teacher(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
@@ -109,7 +141,7 @@ impl Tokens<'_> {
                     return Err(ProblemError::Shape { field: Teacher::LOGITS, given, expected });
                 }
             }
-            (Some(Teacher::TopK(top)), Some(most)) => self.check_top_k(top, most, shape)?,
+            (Some(Teacher::TopK(top)), Some(most)) => top.check(most, self.mask, shape)?,
             (_, None) => {
                 return Err(ProblemError::Missing {
                     field: Teacher::LOGITS,
@@ -120,37 +152,6 @@ impl Tokens<'_> {
             (_, Some(_)) => return Err(ProblemError::NoTeacherEntries { batch, tokens }),
         }
         self.check_teacher_values()
-    }
-
-    /// Checks shapes and ids of the teacher's likeliest entries.
-    fn check_top_k(
-        &self,
-        TeacherTopK { logp, ids }: &TeacherTopK,
-        most: usize,
-        shape: Shape,
-    ) -> Result<(), ProblemError> {
-        let Shape { batch, tokens, vocab } = shape;
-        let (rows, columns, count) = ids.dim();
-        if (rows, columns) != (batch, tokens) || count == 0 || count > most.min(vocab) {
-            let expected = format!("[{batch}, {tokens}, K] with 1 ≤ K ≤ {}", most.min(vocab));
-            return Err(ProblemError::Shape { field: Teacher::IDS, given: ids.shape().to_vec(), expected });
-        }
-        if logp.shape() != ids.shape() {
-            let expected = format!("{:?}, that of `{}`", ids.shape(), Teacher::IDS);
-            return Err(ProblemError::Shape { field: Teacher::LOGP, given: logp.shape().to_vec(), expected });
-        }
-        for ((b, t), _) in self.mask.indexed_iter().filter(|(_, counts)| **counts) {
-            let mut seen = HashMap::with_capacity(count);
-            for (k, &id) in ids.slice(s![b, t, ..]).iter().enumerate() {
-                if usize::try_from(id).ok().is_none_or(|id| id >= vocab) {
-                    return Err(ProblemError::TeacherIdOutOfRange { b, t, k, id, vocab });
-                }
-                if let Some(first) = seen.insert(id, k) {
-                    return Err(ProblemError::TeacherIdTwice { b, t, k, id, first });
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Checks that each unmasked token's teacher has a distribution: no NaN, no +∞, and not −∞ alone.

@@ -14,6 +14,7 @@
 //! The exponentials may be saved for the write, each block's relative to the `m` of its time: in a separate buffer, or over the
 //! logits if those are f32 and dlogits overwrite them. Exponentials that are not saved are computed again.
 
+mod divergence;
 mod kept;
 mod logits_transform;
 mod score;
@@ -28,6 +29,7 @@ use assay_core::problem::Float;
 use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
 use assay_simd::exp::{FAR, step};
 use assay_simd::{Isa, PackedElement, UNIT};
+pub(super) use divergence::{PAIR_SCORES, PairScores, PairSettings};
 pub(super) use kept::{KeptSettings, KeptToken, TokenScores};
 pub(super) use logits_transform::RowTransform;
 use score::{ScoreRow, ScoreRowInPlace, SumOfRow};

@@ -1,6 +1,7 @@
 //! The CPU kernels against the reference, and against themselves.
 
 mod bits;
+mod divergence;
 mod kept;
 mod lm_head;
 mod match_reference;
