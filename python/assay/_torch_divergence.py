@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native, _pool
+from . import _divergence, _native, _pool
 from ._errors import ProblemError
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -82,7 +82,6 @@ def divergence(
         SpecError: The divergence is invalid, by its field.
     """
     from . import torch as operations
-    from ._divergence import _spec
 
     given = {
         "student_logits": student_logits,
@@ -110,7 +109,7 @@ def divergence(
     if mask is not None and mask.shape != shape:
         raise ProblemError(f"`mask`: got shape {list(mask.shape)}, expected {list(shape)}, that of the tokens")
     top_k = None if teacher_ids is None else int(teacher_ids.shape[-1])
-    json = _spec(kind, beta, temperature, temperature_squared, top_k, rest, "none").to_json()
+    json = _json(kind, beta, temperature, temperature_squared, top_k, rest)
     counted = None if mask is None else operations._integers_or_truths(mask).reshape(1, -1)
     teacher = [None if array is None else _rows(array, shape) for array in (teacher_logits, teacher_logp, teacher_ids, teacher_hidden)]
     if lm_head is not None:
@@ -128,6 +127,11 @@ def divergence(
     if reduction == "none":
         return values.reshape(shape)
     return values.sum() if reduction == "sum" else values.sum() / _count(shape, counted)
+
+
+@torch._dynamo.assume_constant_result
+def _json(kind: str, beta: float | None, temperature: float, squared: bool, top_k: int | None, rest: str | None) -> str:
+    return _divergence._spec(kind, beta, temperature, squared, top_k, rest, "none").to_json()
 
 
 def _count(shape: torch.Size, mask: Tensor | None) -> Tensor | int:
