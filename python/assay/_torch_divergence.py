@@ -13,7 +13,7 @@ from ._errors import ProblemError
 
 _REDUCTIONS = ("none", "mean", "sum")
 #: Bytes of the logits of a chunk of tokens, the teacher's among them.
-_CHUNK = 64 << 20
+_CHUNK = 128 << 20
 
 
 def divergence(
@@ -70,7 +70,7 @@ def divergence(
         hidden, lm_head: `[…,H]` and `[V,H]` of one dtype: the student's logits are then `hidden · lm_headᵀ`, rounded to that dtype, a chunk
             of tokens at a time, never all. For a mean or a sum the forward pass makes the gradients, so that each logit is made once.
         teacher_hidden, teacher_lm_head: The same of the teacher, of which H may be another, without a gradient.
-        chunk: Tokens of a chunk; 0: as many as 64 MiB hold, at least 16.
+        chunk: Tokens of a chunk; 0: as many as 128 MiB hold, at least 16.
         inplace: Whether the gradient is written over the student's logits in the backward pass, as of `grpo_loss`.
 
     Returns:
@@ -101,7 +101,7 @@ def divergence(
     if reduction not in _REDUCTIONS:
         raise ProblemError(f"`reduction`: got {reduction!r}, expected one of {', '.join(_REDUCTIONS)}")
     if chunk < 0:
-        raise ProblemError(f"`chunk`: got {chunk}, expected so many tokens, or 0: as many as 64 MiB hold")
+        raise ProblemError(f"`chunk`: got {chunk}, expected so many tokens, or 0: as many as 128 MiB hold")
     student = _student(student_logits, hidden, lm_head)
     shape = student.shape[:-1]
     vocab = student.shape[-1] if lm_head is None else lm_head.shape[0]
@@ -343,22 +343,24 @@ def _walk(
     values = torch.empty(count)
     dhidden = torch.empty(hidden.shape) if sent is not None and asked[0] else None
     dlm_head = torch.zeros(lm_head.shape) if sent is not None and asked[1] else None
+    # One room for the logits of every chunk: fresh pages would take longer than what is computed in them.
+    rooms = [torch.empty(min(chunk, count), vocab, dtype=hidden.dtype) for _ in range(1 if teacher_hidden is None else 2)]
     for first in range(0, count, chunk):
         part = slice(first, first + chunk)
         rows = hidden[part]
-        student = (rows @ lm_head.T)[None]
+        student = torch.mm(rows, lm_head.T, out=rooms[0][: len(rows)])
         teacher = [None if array is None else array[:, part] for array in (logits, logp, ids)]
         if teacher_hidden is not None:
-            teacher[0] = teacher_hidden[:, part] @ teacher_head.T
+            teacher[0] = torch.mm(teacher_hidden[0, part], teacher_head.T, out=rooms[1][: len(rows)])[None]
         counted = None if mask is None else mask[:, part]
-        made, kept = (torch.from_dlpack(array) for array in _native.op_divergence(spec, student, tuple(teacher), counted))
+        made, kept = (torch.from_dlpack(array) for array in _native.op_divergence(spec, student[None], tuple(teacher), counted))
         values[part] = made[0]
         if sent is None:
             continue
         cotangents = sent[None, part].float().contiguous()
-        _native.op_divergence_gradient(spec, student, None, tuple(teacher), counted, kept, cotangents)
+        _native.op_divergence_gradient(spec, student[None], None, tuple(teacher), counted, kept, cotangents)
         if dhidden is not None:
-            dhidden[part] = student[0] @ lm_head
+            dhidden[part] = student @ lm_head
         if dlm_head is not None:
-            dlm_head.addmm_(student[0].float().T, rows.float())
+            dlm_head.addmm_(student.float().T, rows.float())
     return values, dhidden, dlm_head
