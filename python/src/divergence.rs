@@ -1,4 +1,4 @@
-//! The divergence from a teacher as an operation of PyTorch: the functions that `assay.torch.divergence` registers.
+//! The divergence from a teacher as an operation of `PyTorch`: the functions that `assay.torch.divergence` registers.
 
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 #: The campaigns that an entry may ask for, by the name of the function of `assay`.
-CAMPAIGNS = ("check", "check_logp", "check_loss", "check_cross_entropy")
+CAMPAIGNS = ("check", "check_logp", "check_loss", "check_cross_entropy", "check_divergence")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def gaps() -> dict[str, str]:
 def wrong(
     kind: str,
     says: str,
+    /,
     *,
     also: str = "",
     campaign: str = "check",

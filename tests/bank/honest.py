@@ -54,10 +54,11 @@ def forms() -> list[HonestForm]:
     found = of_numpy() + of_panel("numpy_kernels", ["textbook", "gaps", "float64"])
     if find_spec("torch"):
         import cross_entropies
+        import divergences
         import honest_torch
 
         names = ["logsumexp", "logsumexp_float64", "log_softmax", "cross_entropy", "textbook", "gaps"]
-        found += of_panel("torch_kernels", names) + honest_torch.FORMS + cross_entropies.FORMS
+        found += of_panel("torch_kernels", names) + honest_torch.FORMS + cross_entropies.FORMS + divergences.FORMS
     if find_spec("jax"):
         import honest_jax
 

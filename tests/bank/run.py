@@ -37,6 +37,7 @@ def load(part: str) -> list[Any]:
         if find_spec("torch"):
             import callers  # noqa: F401
             import cross_entropies  # noqa: F401
+            import divergences  # noqa: F401
         return entries.BANK
     if part == "honest":
         import honest
