@@ -1,4 +1,4 @@
-//! The reference against what twenty-one projects returned, TRL and verl among them: `fixtures/peers/` holds the inputs, options
+//! The reference against what twenty-four projects returned, TRL and verl among them: `fixtures/peers/` holds the inputs, options
 //! and outputs of their own functions, the presets make a spec of the options, and `assay peers` compares.
 //!
 //! float64 files differ from the reference by the order of summation only, float32 files by f32's rounding of every
@@ -83,7 +83,7 @@ fn peers_outcome_of_every_recorded_run_matches_reference() {
         .collect();
     let compared: BTreeSet<String> = files.iter().map(|file| file["file"].as_str().unwrap().into()).collect();
     assert_eq!(compared, recorded);
-    assert_eq!(recorded.len(), 236);
+    assert_eq!(recorded.len(), 260);
 
     for file in files.iter().filter(|file| file["quirk"] == false) {
         let (loss, dlogits) = if file["dtype"] == "f64" { (LIMIT_F64, DLOGITS_F64) } else { (LIMIT_F32, DLOGITS_F32) };
@@ -194,6 +194,26 @@ fn peers_bad_input_is_refused_in_a_line_with_file_and_field() {
     refused(|run| run["expected"]["logps"] = json!([[1.0]]), &["expected.logps", "shape [1, 1]"]);
     refused(|run| run["expected"]["entropy"] = json!("none"), &["expected.entropy", "\"none\"", "nested 2 deep"]);
     refused(|run| *run = json!([1]), &["an array of 1", "an object"]);
+}
+
+#[test]
+fn peers_bad_teacher_is_refused_in_a_line_with_file_and_field() {
+    let refused = |name: &str, change: fn(&mut Value), parts: &[&str]| {
+        let changed = Changed::new(name, change);
+        assert_refused(&["peers", &changed.file(name)], &[&[name], parts].concat());
+    };
+    let logits = "divergence_trl_gkd_0.json";
+    refused(logits, |run| run["inputs"]["teacher_logits"] = json!(null), &["teacher_logits", "not given"]);
+    refused(logits, |run| run["inputs"]["teacher_logits"] = json!([[[1.0]]]), &["teacher_logits", "shape [1, 1, 1]"]);
+    refused(logits, |run| run["inputs"]["teacher_logits"][0][0][0] = json!(null), &["teacher_logits[0,0,0]", "NaN"]);
+    refused(logits, |run| run["inputs"]["teacher_logp"] = json!([[[1.0]]]), &["teacher_logp", "a second name"]);
+    let entries = "divergence_trl_iw_opd_tail.json";
+    refused(entries, |run| run["inputs"]["teacher_ids"] = json!(null), &["teacher_ids", "nothing", "teacher_logp"]);
+    refused(entries, |run| run["inputs"]["teacher_ids"] = json!([[[1.0]]]), &["teacher_ids", "shape [1, 1, 1]"]);
+    refused(entries, |run| run["inputs"]["teacher_ids"][0][0][0] = json!(0.5), &["teacher_ids", "0.5", "whole"]);
+    refused(entries, |run| run["inputs"]["teacher_ids"][0][0][0] = json!(17), &["teacher_ids[0,0,0]", "got 17"]);
+    refused(entries, |run| run["inputs"]["teacher_logp"] = json!(null), &["teacher_logp", "not given"]);
+    refused(entries, |run| run["options"]["top_k"] = json!(5), &["teacher_ids", "5"]);
 }
 
 #[test]

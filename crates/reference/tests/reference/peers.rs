@@ -1,5 +1,5 @@
 //! What published implementations returned, under the judge: each recorded run is a candidate, held to the limits of class
-//! `external` as `assay judge` would hold it. Three runs record a defect of their release; `docs/peers.md` has the figures.
+//! `external` as `assay judge` would hold it. Four runs record a defect of their release; `docs/peers.md` has the figures.
 //!
 //! A float64 run is held to the limits of f32 kernels too, which it meets with ease: a candidate stored wider gets no wider
 //! limit. `reference` holds it to float64's own precision.
@@ -101,8 +101,18 @@ fn peer_delta_below_the_clip_bound_is_rejected() {
     assert_quoted(case.share(Output::Dlogits), 28_605.0);
 }
 
+/// TRL's tail of at least 1e-7 and its missing gradient are below what f32 resolves of a tail, and no gate can tell.
+#[test]
+fn peer_tail_below_f32_resolution_is_not_compared() {
+    let case = Case::of("divergence_trl_sdpo_tail_quirk");
+    assert_quoted(case.recorded.loss, 0.82912);
+    assert_quoted(case.loss, 0.96879);
+    assert!(case.verdicts.iter().all(Verdict::passed));
+}
+
 /// The recorded defects, and the gates that each fails.
-const DEFECTS: [(&str, &[&str]); 3] = [
+const DEFECTS: [(&str, &[&str]); 4] = [
+    ("divergence_trl_sdpo_tail_quirk", &[]),
     ("liger_luspo_token_quirk", &["loss", "dlogits", "dlogits at masked", "dlogits row_l2"]),
     ("liger_triton_delta_quirk", &["dlogits", "dlogits row_l2"]),
     ("liger_triton_luspo_quirk", &["loss", "dlogits", "dlogits row_l2"]),
@@ -130,5 +140,5 @@ fn peer_runs_pass_and_recorded_defects_fail_their_gates() {
         with_entropy += outputs(Output::Entropy);
         judged += 1;
     }
-    assert_eq!((judged, with_entropy), (221, 96));
+    assert_eq!((judged, with_entropy), (260, 96));
 }

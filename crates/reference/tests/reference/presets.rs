@@ -109,6 +109,10 @@ fn of_any(preset: Preset, function: &str) -> Result<PresetLoss, PresetError> {
     let pairs: &[&str] = match function {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
         "dro" => &["beta=0.1"],
+        "compute_topk_self_distillation_loss" => &["distillation_topk=4"],
+        "LigerFusedLinearJSDLoss" => &["weight_hard_loss=0"],
+        "LogitStrategy" | "CombinedDistillationStrategy" => &["alpha=1"],
+        "kl_div" => &["reduction=batchmean"],
         _ => &[],
     };
     resolve(preset, Some(function), pairs, &sampled())
@@ -140,6 +144,22 @@ prime-rl default_loss_fn | | | {"objective": {"trust_region": {"low": 0.2, "high
 skyrl | | | {"kl": {"averaging": {"reduction": {"sequence_mean": {"rows": "all"}}, "denominator_epsilon": 0}}}
 unsloth | | | {"reduction": {"sequence_mean": {"rows": "all"}}}
 openrlhf | | | {"ratio": {"clamp": 20}}
+
+divergence | | | {"objective": {"distillation": {"kind": "jensen_shannon", "beta": 0.5}}, "old_logp": "current", "reduction": "token_mean"}
+divergence | beta=0 temperature=2 | | {"objective": {"distillation": {"kind": "forward_kl", "beta": null, "top_k": null}}, "temperature": 2}
+divergence | beta=1 top_k=8 | | {"objective": {"distillation": {"kind": "reverse_kl", "top_k": 8, "rest": "tail"}}}
+divergence | beta=0 top_k=8 add_tail=false | | {"objective": {"distillation": {"top_k": 8, "rest": "renormalized"}}}
+divergence | | 60-items | {"reduction": {"normalizer": 60}, "token_weights": null}
+divergence | reduction=none | | {"reduction": {"normalizer": 1}, "token_weights": {"applies_to": "policy"}}
+divergence _chunked_divergence_loss | | | {"objective": {"distillation": {"kind": "reverse_kl"}}}
+divergence compute_full_logit_self_distillation_loss | | 60-items | {"objective": {"distillation": {"kind": "reverse_kl"}}, "reduction": "token_mean"}
+divergence compute_topk_self_distillation_loss | distillation_topk=4 | | {"objective": {"distillation": {"top_k": 4, "rest": "renormalized"}}}
+divergence LigerFusedLinearJSDLoss | weight_hard_loss=0 beta=0.1 | | {"objective": {"distillation": {"beta": 0.1}}, "scale": 0.5}
+divergence LigerFusedLinearJSDFunction | jsd_beta=1 | | {"objective": {"distillation": {"kind": "reverse_kl"}}, "scale": 1}
+divergence LogitStrategy | alpha=1 distill_top_k=5 | | {"objective": {"distillation": {"top_k": 5, "rest": "renormalized"}}}
+divergence LogitStrategy | alpha=1 | | {"objective": {"distillation": {"top_k": null, "temperature_squared": true}}, "temperature": 2}
+cross-entropy linear_softmax_cross_entropy_loss | | | {"objective": {"cross_entropy": {}}, "reduction": {"normalizer": 1}}
+divergence liger_kernel.ops.kl_div.LigerKLDivLossFunction | | | {"objective": {"distillation": {"kind": "forward_kl"}}}
 
 trl | STEPS loss_type=grpo | | {"scale": 0.5, "entropy_coef": 0.02}
 trl | STEPS loss_type=grpo mode=eval | | {"scale": 1, "entropy_coef": 0.02}
@@ -377,6 +397,17 @@ axolotl AxolotlAsyncGRPOTrainer | loss_type=vespo | `loss_type` & vespo
 cross-entropy | reduction=average | `reduction` & mean, sum
 cross-entropy | weight=2 | `weight` & same
 cross-entropy | size_average=true | `size_average` & reduction
+divergence | beta=0.5 top_k=8 | `top_k` & 8 & union
+divergence | reduction=mean | `reduction` & batchmean
+divergence | logits_are_probs=true | `logits_are_probs` & off
+divergence | beta=2 | beta & got 2
+divergence kl_div | | `reduction` & nothing & vocabulary
+divergence LigerFusedLinearJSDLoss | | `weight_hard_loss` & cross-entropy
+divergence LogitStrategy | alpha=0.5 | `alpha` & 0.5
+divergence CombinedDistillationStrategy | alpha=1 beta_feature=0.1 | `beta_feature` & hidden
+divergence compute_topk_self_distillation_loss | | `distillation_topk` & nothing
+divergence _chunked_divergence_loss | student_logit_scale=2 | `student_logit_scale`
+divergence _chunked_divergence_loss | teacher_final_logit_softcapping=30 | `teacher_final_logit_softcapping`
 rl-kernel | beta=high | `beta` & a number
 prime-rl | temperatures=given temperature=0.7 | `temperature` & 0.7
 verl | temperature=given use_fused_kernels=true | `use_fused_kernels` & one

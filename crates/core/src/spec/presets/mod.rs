@@ -18,6 +18,7 @@ mod archer;
 mod areal;
 mod axolotl;
 mod cross_entropy;
+mod divergence;
 mod fast_llm;
 mod liger;
 mod loss_type;
@@ -91,11 +92,13 @@ pub enum Preset {
     RlKernel,
     /// Cross-entropy, as `PyTorch` 2.15 has it, with a z-loss and a softcap.
     CrossEntropy,
+    /// A divergence from a teacher: TRL 1.16.0, Liger 0.8.5, `PyTorch`, optax and Tunix.
+    Divergence,
 }
 
 impl Preset {
     /// The list of all projects.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Trl,
         Self::Verl,
         Self::Tunix,
@@ -116,6 +119,7 @@ impl Preset {
         Self::Axolotl,
         Self::RlKernel,
         Self::CrossEntropy,
+        Self::Divergence,
     ];
 
     /// Returns the name on the command line, the functions, the usual one first, and the reader of options.
@@ -141,6 +145,7 @@ impl Preset {
             Self::Axolotl => ("axolotl", axolotl::FUNCTIONS, axolotl::resolve),
             Self::RlKernel => ("rl-kernel", rl_kernel::FUNCTIONS, rl_kernel::resolve),
             Self::CrossEntropy => ("cross-entropy", cross_entropy::FUNCTIONS, cross_entropy::resolve),
+            Self::Divergence => ("divergence", divergence::FUNCTIONS, divergence::resolve),
         }
     }
 
@@ -171,6 +176,7 @@ impl Preset {
             Self::Axolotl => "0.19.0",
             Self::RlKernel => "commit 202f0e30",
             Self::CrossEntropy => "of PyTorch 2.15",
+            Self::Divergence => "of TRL 1.16.0",
         }
     }
 
