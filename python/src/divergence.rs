@@ -16,7 +16,7 @@ use assay::spec::LossSpec;
 /// A teacher as Python hands it over: its logits, or the log-probabilities and ids of its likeliest entries.
 type TeacherArguments<'py> = (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>);
 
-/// The arguments beside the student's logits.
+/// The arguments of the operation, without the student's logits.
 struct DivergenceArguments {
     spec: Arc<LossSpec>,
     logits: Option<TensorArgument>,

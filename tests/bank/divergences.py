@@ -129,8 +129,8 @@ def of_top(rest: str) -> Callable[..., Any]:
         q = lq.exp()
         terms = (q * (lq.masked_fill(lq == -torch.inf, 0) - of_entries.masked_fill(absent, 0))).sum(-1)
         if rest == "tail":
-            # The student's is a sum of the others; the teacher's others are not known.
-            others = lp.scatter(-1, ids, -torch.inf).logsumexp(-1)
+            # The student's is a sum of the others; the teacher's others are not known. A masked token may have none.
+            others = lp.clamp(min=-1e4).scatter(-1, ids, -1e4).logsumexp(-1)
             tail = torch.log(-torch.expm1(logp.double().logsumexp(-1))).float()
             terms = terms + tail.exp() * (tail - others)
         return terms

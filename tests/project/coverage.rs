@@ -21,8 +21,10 @@ const SEED: u64 = suites::SEED;
 const CASES: usize = 10_000;
 
 fn drawn() -> Vec<(LossSpec, Recipe)> {
-    // Kept sets, which one kernel takes, are drawn by `kept_any_spec_matches_reference`.
-    suites::random_cases(SEED).take(CASES).chain(suites::kept_cases(SEED).take(100)).collect()
+    // Kept sets, which one kernel takes, are drawn by `kept_any_spec_matches_reference`, and teachers by
+    // `divergence_is_right_at_grade_exact`.
+    let of_one_kernel = suites::kept_cases(SEED).take(100).chain(suites::divergence_cases(SEED).take(100));
+    suites::random_cases(SEED).take(CASES).chain(of_one_kernel).collect()
 }
 
 #[test]
@@ -42,10 +44,10 @@ fn coverage_every_arm_that_a_kernel_computes_is_drawn() {
     let drawn = drawn();
     let drawn = Arms::from_specs(drawn.iter().map(|(spec, _)| spec));
     assert_eq!(drawn.missing_of(&computed), Vec::<&String>::new());
-    // No kernel has a choice over the whole batch, nor a teacher: all else is drawn.
+    // No kernel has a choice over the whole batch: all else is drawn.
     let rest: BTreeSet<&str> = drawn.missing().iter().map(|arm| arm.as_str()).collect();
     let choices = ["clip_cov.selection: given", "kl_cov.selection: given", "top_entropy: given"];
-    assert_eq!(rest, choices.into_iter().chain(["objective: distillation"]).collect());
+    assert_eq!(rest, choices.into());
 }
 
 #[test]

@@ -66,11 +66,24 @@ impl DivergenceCondition {
         let shared = [(false, &divergence.student), (has_own, &divergence.teacher)].map(|(given, softmax)| {
             if given || !softmax.max.is_finite() { 0.0 } else { bands.offset * U * softmax.max.abs() }
         });
-        let in_lanes = |probability: fn(&DivergenceBin) -> f64| {
-            let row: Vec<f64> = bins.iter().map(probability).collect();
-            if bands.lanes && row.iter().all(|p| p.is_finite()) { lane_sum_error_of(&row) } else { 0.0 }
+        let in_lanes = |row: &dyn Fn() -> Vec<f64>| {
+            if !bands.lanes {
+                return 0.0;
+            }
+            let row = row();
+            if row.iter().all(|p| p.is_finite()) { lane_sum_error_of(&row) } else { 0.0 }
         };
-        let lanes = [in_lanes(|bin| bin.student), if has_own { 0.0 } else { in_lanes(|bin| bin.teacher) }];
+        // A student's log-probabilities of a teacher's entries are of a sum over the whole vocabulary; renormalised, they forget it.
+        let whole = || {
+            let (b, t) = token.at;
+            let probability = |x: &f64| token.logp_softmax.stats.probability(x / divergence.temperature);
+            reference.problem().logits.row(b, t).iter().map(probability).collect()
+        };
+        let of_bins = |probability: fn(&DivergenceBin) -> f64| bins.iter().map(probability).collect();
+        let lanes = [
+            if has_own { in_lanes(&whole) } else { in_lanes(&|| of_bins(|bin| bin.student)) },
+            if has_own { 0.0 } else { in_lanes(&|| of_bins(|bin| bin.teacher)) },
+        ];
         let shared = [shared[0] + lanes[0], shared[1] + lanes[1]];
 
         let loses_tail = divergence.rest() == Some(TopKRest::Tail) && {

@@ -249,7 +249,7 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         let ids: Vec<usize> =
             ids.slice(s![b, t, ..]).iter().map(|id| usize::try_from(*id).expect("checked: 0 ≤ id < V")).collect();
         let logits: Vec<f64> = ids.iter().map(|&id| f64::from(row[id].to_f32())).collect();
-        // The other entries, whose sum is not what is left of 1: renormalised entries do not need it.
+        // The other entries, added up by themselves: renormalised entries do not need them.
         let support = Support { excluded_ids: ids.clone(), ..Support::default() };
         let of_others = LossSpec { support, ..LossSpec::default() };
         let transform = RowTransform::new::<E>(&of_others, None, row.len());
@@ -266,7 +266,7 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
     }
 
     fn score_top(&self, i: usize, row: &[E]) -> PairScores {
-        PairScores::of_divergence(self.top(i, row).divergence.value)
+        PairScores::with_divergence(self.top(i, row).divergence.value)
     }
 
     /// Writes the dlogits of a token whose teacher has `K` entries: of all others first, and then of these.
@@ -303,7 +303,7 @@ struct TopRow {
     divergence: TopDivergence,
 }
 
-/// What the gradient of a batch's loss is made of, besides logits and teacher.
+/// The tokens of a batch and their factors, without logits and teacher.
 struct BatchTokens<'t> {
     spec: &'t LossSpec,
     shape: Shape,

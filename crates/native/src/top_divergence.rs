@@ -11,7 +11,7 @@ use assay_core::spec::TopKRest;
 
 /// A teacher's entries of one token, and the student's logits there.
 pub(crate) struct TopEntries {
-    /// The teacher's log-probabilities.
+    /// The teacher's log-probabilities of its entries.
     pub(crate) logp: Vec<f64>,
     /// The student's logits of the same entries.
     pub(crate) logits: Vec<f64>,
@@ -24,14 +24,14 @@ pub(crate) struct TopEntries {
 pub(crate) struct OtherEntries {
     /// Maximum of the student's logits.
     pub(crate) max: f64,
-    /// Sum of the exponentials of the gaps below it; 0 if there are none, or none is asked for.
+    /// Sum of the exponentials of the gaps below it; 0 if no others are read.
     pub(crate) sum: f64,
 }
 
 /// A student's softmax over the entries that are compared: all, or the teacher's.
 #[derive(Clone, Copy)]
 pub(crate) struct StudentSoftmax {
-    /// Maximum of the logits.
+    /// Maximum of the logits that are compared.
     pub(crate) max: f64,
     /// Logarithm of the sum of exponentials.
     pub(crate) log_sum: f64,
@@ -42,7 +42,7 @@ pub(crate) struct TopDivergence {
     pub(crate) value: f64,
     /// The derivative of each of the teacher's entries.
     pub(crate) of_entries: Vec<f64>,
-    /// What multiplies the probability of every other vocabulary entry.
+    /// The factor of the probability of every other vocabulary entry.
     pub(crate) of_others: f64,
 }
 
@@ -60,7 +60,7 @@ fn times(factor: f64, x: f64) -> f64 {
     if factor == 0.0 { 0.0 } else { factor * x }
 }
 
-/// Returns `ln Σ e^x`.
+/// Returns the logarithm of a sum of exponentials, `ln Σ e^x`.
 fn log_sum_exp(x: &[f64]) -> f64 {
     let max = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if max == f64::NEG_INFINITY { max } else { max + x.iter().map(|x| (x - max).exp()).sum::<f64>().ln() }
@@ -96,7 +96,7 @@ impl Bin {
         }
     }
 
-    /// Returns the slope `G`.
+    /// Returns the slope `G` of the divergence by `P`.
     fn slope(self, beta: f64) -> f64 {
         match beta {
             0.0 => -(-self.log_ratio()).exp(),

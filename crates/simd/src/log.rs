@@ -26,7 +26,7 @@ const LN_2: [f32; 2] = [0.693_359_4, -0.000_212_194_44];
 /// The function `x ↦ ln x` of positive normal numbers, with an error of at most `3u` of itself.
 ///
 /// ```
-/// use assay_simd::log::Log;
+/// use assay_simd::log::Logarithm;
 /// use assay_simd::{Isa, LANES, Simd, SimdTask};
 ///
 /// /// Logarithms of positive numbers.
@@ -37,7 +37,7 @@ const LN_2: [f32; 2] = [0.693_359_4, -0.000_212_194_44];
 ///
 ///     #[inline(always)]
 ///     fn on<S: Simd>(self, simd: S) -> [f32; LANES] {
-///         let [logs] = Log::new(simd).of(simd, [simd.load(&self.0)]);
+///         let [logs] = Logarithm::new(simd).log(simd, [simd.load(&self.0)]);
 ///         let mut lanes = [0.0; LANES];
 ///         simd.store(logs, &mut lanes);
 ///         lanes
@@ -51,15 +51,15 @@ const LN_2: [f32; 2] = [0.693_359_4, -0.000_212_194_44];
 /// }
 /// ```
 #[derive(Clone, Copy)]
-pub struct Log<S: Simd> {
+pub struct Logarithm<S: Simd> {
     cubic: [S::Lanes; 9],
     half: S::Lanes,
     one: S::Lanes,
     ln_2: [S::Lanes; 2],
 }
 
-impl<S: Simd> Log<S> {
-    /// Prepares the function.
+impl<S: Simd> Logarithm<S> {
+    /// Loads the coefficients into vectors.
     #[inline(always)]
     pub fn new(simd: S) -> Self {
         let mut cubic = [simd.splat(0.0); 9];
@@ -73,7 +73,7 @@ impl<S: Simd> Log<S> {
     /// Computes `ln(1 + f)` of numbers from `√½ − 1` to `√2 − 1`, with an error of at most `2u` of itself. The vectors take each step
     /// together, as in [`Exp::scaled`](crate::exp::Exp::scaled).
     #[inline(always)]
-    fn of_1_plus<const N: usize>(&self, simd: S, f: [S::Lanes; N]) -> [S::Lanes; N] {
+    fn near_1<const N: usize>(&self, simd: S, f: [S::Lanes; N]) -> [S::Lanes; N] {
         // f − f²/2 + f³·P(f), as f + f²·(f·P(f) − ½).
         let mut p = [self.cubic[8]; N];
         for k in (0..8).rev() {
@@ -92,7 +92,7 @@ impl<S: Simd> Log<S> {
 
     /// Computes the logarithms of positive normal numbers; those of others are unspecified.
     #[inline(always)]
-    pub fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn log<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         let [high, low] = self.ln_2;
         let (mut f, mut n) = (x, x);
         for i in 0..N {
@@ -100,7 +100,7 @@ impl<S: Simd> Log<S> {
             // The difference is exact.
             (f[i], n[i]) = (simd.sub(mantissa, self.one), exponent);
         }
-        let mut log = self.of_1_plus(simd, f);
+        let mut log = self.near_1(simd, f);
         for i in 0..N {
             log[i] = simd.mul_add(n[i], high, simd.mul_add(n[i], low, log[i]));
         }
@@ -110,8 +110,8 @@ impl<S: Simd> Log<S> {
     /// Computes `ln x` of positive normal numbers up to `2^60` that are `1 + f` rounded, with an error of at most `4u` of itself: where
     /// `x` is near 1, what rounding took from `f` is given back.
     #[inline(always)]
-    pub fn of_rounded<const N: usize>(&self, simd: S, x: [S::Lanes; N], f: [S::Lanes; N]) -> [S::Lanes; N] {
-        let mut log = self.of(simd, x);
+    pub fn log_of_sum<const N: usize>(&self, simd: S, x: [S::Lanes; N], f: [S::Lanes; N]) -> [S::Lanes; N] {
+        let mut log = self.log(simd, x);
         for i in 0..N {
             // x − 1 is exact from ½ to 2; below, ln x is not near 0, and above, the rest is less than a rounding.
             let rest = simd.sub(f[i], simd.sub(x[i], self.one));
@@ -127,7 +127,7 @@ impl<S: Simd> Log<S> {
 pub struct Excess<S: Simd>([S::Lanes; 7]);
 
 impl<S: Simd> Excess<S> {
-    /// Prepares the function.
+    /// Loads the coefficients into vectors.
     #[inline(always)]
     pub fn new(simd: S) -> Self {
         let mut coefficients = [simd.splat(0.0); 7];
@@ -139,7 +139,7 @@ impl<S: Simd> Excess<S> {
 
     /// Computes `e^d − 1 − d`; the result for numbers beyond ±½ is unspecified.
     #[inline(always)]
-    pub fn of<const N: usize>(&self, simd: S, d: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn apply<const N: usize>(&self, simd: S, d: [S::Lanes; N]) -> [S::Lanes; N] {
         let mut p = [self.0[6]; N];
         for k in (0..6).rev() {
             for i in 0..N {
@@ -169,10 +169,10 @@ mod tests {
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> [[f32; LANES]; 3] {
             let (x, d) = (simd.load(self.0), simd.load(self.1));
-            let log = Log::new(simd);
-            let [of_x] = log.of(simd, [x]);
-            let [near] = log.of_rounded(simd, [simd.add(simd.splat(1.0), d)], [d]);
-            let [excess] = Excess::new(simd).of(simd, [d]);
+            let log = Logarithm::new(simd);
+            let [of_x] = log.log(simd, [x]);
+            let [near] = log.log_of_sum(simd, [simd.add(simd.splat(1.0), d)], [d]);
+            let [excess] = Excess::new(simd).apply(simd, [d]);
             let mut all = [[0.0; LANES]; 3];
             for (lanes, to) in [of_x, near, excess].into_iter().zip(&mut all) {
                 simd.store(lanes, to);

@@ -9,11 +9,12 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CrossEntropy, Divergence, Dro, ImportanceSampling,
-    KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms,
-    MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction,
-    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
-    SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CrossEntropy, Distillation, DistillationKind,
+    Divergence, Dro, ImportanceSampling, KeptSupport, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip,
+    LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
+    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, SoftmaxRange, Support, Temperature, TemperatureDivides, TokenWeights, TopKRest, Topr,
+    TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -470,6 +471,38 @@ pub fn any_kept_spec() -> BoxedStrategy<LossSpec> {
             });
             spec.support.keep_sampled = keep_sampled && spec.ids_per_token == 1;
             spec
+        })
+        .boxed()
+}
+
+/// Draws divergences from a teacher: of its logits, or of up to eight of its likeliest entries.
+///
+/// ```
+/// use assay_suites::cases;
+/// use proptest::prelude::*;
+///
+/// proptest!(|(spec in cases::any_divergence())| {
+///     prop_assert!(spec.reads_teacher() && spec.check().is_ok());
+/// });
+/// ```
+pub fn any_divergence() -> BoxedStrategy<LossSpec> {
+    let kinds = prop_oneof![
+        Just((DistillationKind::ForwardKl, None)),
+        Just((DistillationKind::ReverseKl, None)),
+        Just((DistillationKind::JensenShannon, None)),
+        prop_oneof![select(vec![0.0, 0.1, 0.5, 0.9, 1.0]), 0.01..0.99]
+            .prop_map(|beta| (DistillationKind::JensenShannon, Some(beta))),
+    ];
+    let rests = select(vec![TopKRest::Tail, TopKRest::Renormalized, TopKRest::Ignored]);
+    let entries = prop_oneof![
+        3 => Just((None, None)),
+        1 => (1_usize..9, rests).prop_map(|(k, rest)| (Some(k), Some(rest))),
+    ];
+    let temperatures = prop_oneof![Just(Temperature::ONE), (0.3..3.0).prop_map(Temperature::Number)];
+    (kinds, entries, any::<bool>(), temperatures)
+        .prop_map(|((kind, beta), (top_k, rest), temperature_squared, temperature)| LossSpec {
+            temperature,
+            ..LossSpec::distillation(Distillation { kind, beta, top_k, rest, temperature_squared })
         })
         .boxed()
 }

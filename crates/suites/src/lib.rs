@@ -46,6 +46,18 @@ pub fn kept_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn_of(rng([seed, 64]), cases::any_kept_spec(), cases::any_recipe())
 }
 
+/// Random divergences from a teacher and recipes without end; the same `seed` gives the same ones.
+///
+/// ```
+/// use assay_suites::{SEED, divergence_cases};
+///
+/// let (spec, recipe) = divergence_cases(SEED).next().unwrap();
+/// assert!(recipe.problem(&spec).unwrap().extra.teacher.is_some());
+/// ```
+pub fn divergence_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
+    drawn_of(rng([seed, 65]), cases::any_divergence(), cases::any_recipe())
+}
+
 /// The random cases that `worst_seen` is measured on.
 pub(crate) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_recipe())

@@ -12,10 +12,11 @@ fn refusals(id: &str) -> BTreeSet<&'static str> {
     // These choices look at the whole batch, those of `of_rows` at a whole row: a kernel that sees less must refuse
     // them.
     let of_batch = ["objective.clip_cov.selection", "objective.kl_cov.selection", "top_entropy"];
-    let of_rows = ["objective", "off_policy_mask", "ratio.level"];
+    let of_rows = ["off_policy_mask", "ratio.level"];
     let mut all: BTreeSet<&str> = of_batch.into();
+    // A divergence reads a second distribution, which no kernel but that is given.
     if id != "native" {
-        all.extend(["objective.importance_sampling.empty_rows", "support.kept"]);
+        all.extend(["objective", "objective.importance_sampling.empty_rows", "support.kept"]);
     }
     if id.starts_with("tile-one-pass") {
         all.extend(of_rows);

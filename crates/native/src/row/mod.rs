@@ -15,6 +15,7 @@
 //! logits if those are f32 and dlogits overwrite them. Exponentials that are not saved are computed again.
 
 mod divergence;
+mod divergence_terms;
 mod kept;
 mod logits_transform;
 mod score;

@@ -3,7 +3,7 @@
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape, Teacher, TeacherTopK};
-use assay_core::spec::{Distillation, DistillationKind, LossSpec, Temperature, TopKRest};
+use assay_core::spec::{Distillation, LossSpec, TopKRest};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::JudgedProblem;
 use assay_native::{Isa, Native, NativeDivergence, NativeDivergences, NativeTeacher};
@@ -11,34 +11,6 @@ use assay_suites::cases;
 use ndarray::{Array2, Array3, arr2, arr3};
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
-
-/// A divergence, and whether it is of a teacher's likeliest entries.
-fn distillations() -> impl Strategy<Value = Distillation> {
-    let kinds = prop_oneof![
-        Just((DistillationKind::ForwardKl, None)),
-        Just((DistillationKind::ReverseKl, None)),
-        prop_oneof![Just(0.5), Just(0.1), Just(0.9), Just(0.0), Just(1.0), 0.01..0.99]
-            .prop_map(|beta| (DistillationKind::JensenShannon, Some(beta))),
-    ];
-    let tops = prop_oneof![
-        3 => Just((None, None)),
-        1 => (1_usize..9, prop_oneof![Just(TopKRest::Tail), Just(TopKRest::Renormalized), Just(TopKRest::Ignored)])
-            .prop_map(|(k, rest)| (Some(k), Some(rest))),
-    ];
-    (kinds, tops, any::<bool>()).prop_map(|((kind, beta), (top_k, rest), temperature_squared)| Distillation {
-        kind,
-        beta,
-        top_k,
-        rest,
-        temperature_squared,
-    })
-}
-
-fn specs() -> impl Strategy<Value = LossSpec> {
-    let temperatures = prop_oneof![Just(Temperature::ONE), (0.3..3.0).prop_map(Temperature::Number)];
-    (distillations(), temperatures)
-        .prop_map(|(distillation, temperature)| LossSpec { temperature, ..LossSpec::distillation(distillation) })
-}
 
 fn recipes() -> impl Strategy<Value = Recipe> {
     let widths =
@@ -66,7 +38,7 @@ proptest! {
     #![proptest_config(cases::config(400))]
 
     #[test]
-    fn divergence_is_right_at_grade_exact(spec in specs(), recipe in recipes()) {
+    fn divergence_is_right_at_grade_exact(spec in cases::any_divergence(), recipe in recipes()) {
         let problem = recipe.problem(&spec).expect("a valid recipe");
         let (native, known) = (Native::default(), JudgedProblem::new(&spec, &problem).expect("a valid problem"));
         let judged = known.run(&native, 1).expect("supported");
@@ -75,7 +47,7 @@ proptest! {
     }
 
     #[test]
-    fn divergence_isa_and_threads_change_no_bit(spec in specs(), recipe in recipes()) {
+    fn divergence_isa_and_threads_change_no_bit(spec in cases::any_divergence(), recipe in recipes()) {
         let problem = recipe.problem(&spec).expect("a valid recipe");
         let expected = bits(&numbers(Isa::fastest(), &spec, &problem));
         for isa in Isa::available() {
