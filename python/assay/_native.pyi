@@ -23,6 +23,8 @@ __all__ = [
     "gpu_plan",
     "gpu_settled",
     "gpu_takes_one_pass",
+    "op_divergence",
+    "op_divergence_gradient",
     "op_gather_logp",
     "op_gather_logp_gradient",
     "op_gradient",

@@ -94,7 +94,7 @@ def divergence(
         "teacher_hidden": teacher_hidden,
         "teacher_lm_head": teacher_lm_head,
     }
-    operations._expect_tensors({name: array.data if type(array) is torch.nn.Parameter else array for name, array in given.items()})
+    operations._expect_tensors(given)
     for name, array in given.items():
         if array is not None and array.device.type != "cpu":
             raise ProblemError(f"`{name}`: got a tensor on {array.device}, expected one on the CPU: there are no kernels for it on a GPU")
@@ -349,16 +349,17 @@ def _walk(
         part = slice(first, first + chunk)
         rows = hidden[part]
         student = torch.mm(rows, lm_head.T, out=rooms[0][: len(rows)])
-        teacher = [None if array is None else array[:, part] for array in (logits, logp, ids)]
+        of_logits, of_logp, of_ids = (None if array is None else array[:, part] for array in (logits, logp, ids))
         if teacher_hidden is not None:
-            teacher[0] = torch.mm(teacher_hidden[0, part], teacher_head.T, out=rooms[1][: len(rows)])[None]
+            of_logits = torch.mm(teacher_hidden[0, part], teacher_head.T, out=rooms[1][: len(rows)])[None]
+        teacher = of_logits, of_logp, of_ids
         counted = None if mask is None else mask[:, part]
-        made, kept = (torch.from_dlpack(array) for array in _native.op_divergence(spec, student[None], tuple(teacher), counted))
+        made, kept = (torch.from_dlpack(array) for array in _native.op_divergence(spec, student[None], teacher, counted))
         values[part] = made[0]
         if sent is None:
             continue
         cotangents = sent[None, part].float().contiguous()
-        _native.op_divergence_gradient(spec, student[None], None, tuple(teacher), counted, kept, cotangents)
+        _native.op_divergence_gradient(spec, student[None], None, teacher, counted, kept, cotangents)
         if dhidden is not None:
             dhidden[part] = student @ lm_head
         if dlm_head is not None:

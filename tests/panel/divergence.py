@@ -229,6 +229,21 @@ def of_maxtext_strategy() -> Divergence:
     return loss
 
 
+def of_own(**options: Any) -> Callable[[], Divergence]:
+    """The operation of this package, from logits or from a teacher's entries."""
+
+    def make() -> Divergence:
+        import assay.torch
+
+        def loss(student: Any, teacher: Any, ids: Any = None) -> Any:
+            given = {"teacher_logits": teacher} if ids is None else {"teacher_logp": teacher, "teacher_ids": ids}
+            return assay.torch.divergence(student, **given, **options)
+
+        return loss
+
+    return make
+
+
 LOSSES = [
     Published("`F.kl_div` of log-softmax and softmax", lambda: of_torch(False, False)),
     Published("the same of `logits.float()`", lambda: of_torch(True, False)),
@@ -259,6 +274,13 @@ LOSSES = [
     Published("optax's `kl_divergence_with_log_targets`", of_optax_logs, {"framework": "jax"}),
     Published("Tunix' `LogitStrategy`", of_tunix, {"framework": "jax", **TWICE, **MEAN}),
     Published("MaxText's `CombinedDistillationStrategy`", of_maxtext_strategy, {"framework": "jax", **TWICE, **MEAN}),
+    Published("`assay.torch.divergence`", of_own()),
+    Published("`assay.torch.divergence(beta=0.5)`", of_own(kind="jensen_shannon", beta=0.5), mixed(0.5)),
+    Published(
+        "`assay.torch.divergence`, a teacher's 8 entries and a tail",
+        of_own(kind="reverse_kl", rest="tail"),
+        {**TOP, "rest": "tail"},
+    ),
 ]
 
 if __name__ == "__main__":
