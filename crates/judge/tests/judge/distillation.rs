@@ -29,7 +29,7 @@ enum Wrong {
     GradientNotCentred,
     /// The textbook's logarithm has 1e-8 added to its argument.
     EpsilonInLogarithm,
-    /// The student's exponentials are added up in lanes, one after another, as PyTorch does.
+    /// The student's exponentials are added up in lanes, one after another, as `PyTorch` does.
     SumInLanes,
 }
 
@@ -130,7 +130,9 @@ fn token(
             let (value, slopes) = if (rest, wrong) == (TopKRest::Tail, Some(Wrong::SumInLanes)) {
                 // The tail is the sum of the other entries, all of which have the error of the lanes.
                 let mut others = lp.clone();
-                ids.iter().for_each(|&id| others[id] = f32::NEG_INFINITY);
+                for &id in &ids {
+                    others[id] = f32::NEG_INFINITY;
+                }
                 let (of_student, of_teacher) = (log_sum_exp(&others), (-log_sum_exp(&given).exp_m1()).ln());
                 let (value, mut slopes) =
                     divergence(beta, &[&entries[..], &[of_student]].concat(), &[&given[..], &[of_teacher]].concat());
