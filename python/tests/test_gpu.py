@@ -36,8 +36,12 @@ _WEIGHTS = {
 }
 
 
-#: What is decided over more than a row, or where there is no token.
+#: What is decided over more than a row, the terms of all columns, or what there is without a token.
 _REFUSED = {
+    "cross_entropy_liger_linear_0.001_0.1.json": "`objective.cross_entropy.label_smoothing`",
+    "cross_entropy_maxtext.json": "`objective.cross_entropy.z_loss`",
+    "cross_entropy_torch_linear_0.1.json": "`objective.cross_entropy.label_smoothing`",
+    "cross_entropy_torch_sum_0.3.json": "`objective.cross_entropy.label_smoothing`",
     "trl_gmpo_basic.json": "`objective.importance_sampling.empty_rows`",
     "trl_gmpo_kl_empty.json": "`objective.importance_sampling.empty_rows`",
     "trl_grpo_top_entropy.json": "`top_entropy`",
@@ -101,7 +105,9 @@ def test_recorded_losses_are_exact_or_refused_by_name(fake: Fake) -> None:  # no
             judged(problem, computed(problem, inplace=i % 3 == 0, one_pass=True), f"{name} in one pass")
             in_one_pass += 1
     print(f"{passed} passed, {in_one_pass} in one pass; refused: {refused}")
-    assert passed >= 181 and in_one_pass >= 148 and refused == _REFUSED, (passed, in_one_pass, refused)
+    # No kernel for a GPU is given a teacher.
+    of_teachers = {name: "`objective`" for name, _ in recorded().values() if name.startswith("divergence_")}
+    assert passed >= 181 and in_one_pass >= 148 and refused == _REFUSED | of_teachers, (passed, in_one_pass, refused)
 
 
 @pytest.mark.parametrize(
