@@ -265,7 +265,7 @@ impl DivergenceCondition {
         let factor = weight.abs() * divergence.factor / divergence.temperature;
         let flush = FLUSHED * (2.0 + factor + 1.0 / divergence.temperature);
         let whole = &token.logp_softmax.stats;
-        // Of a teacher's logits each column is a bin, which is evaluated here; the bins of K entries are known.
+        // Each column is a bin, evaluated here, if the teacher is given by its logits; the bins of K entries are known.
         let own: Vec<DivergenceBin> = match divergence.rest() {
             None => divergence.bins_in(reference.problem(), token.at, range.clone()),
             Some(_) => divergence.bins(reference.problem(), token.at),
@@ -305,7 +305,7 @@ impl DivergenceCondition {
     ) -> ErrorBound {
         let (beta, mean, [of_student, _]) = (divergence.teacher_weight, divergence.mean_slope(), self.shared);
         let relative = if self.is_standard() { of_logp } else { by_gap };
-        // Of a student that is renormalised the other entries have no part; their textbook's sum of all slopes is 0 up to rounding.
+        // Entries outside have no part in a renormalised student; the textbook's sum of all slopes is 0 for them up to rounding.
         let p = match (divergence.rest(), bin) {
             (Some(TopKRest::Renormalized), Some((bin, ..))) => bin.student,
             (Some(TopKRest::Renormalized), None) if !self.is_standard() => 0.0,

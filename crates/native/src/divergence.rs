@@ -5,7 +5,7 @@
 
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0, s};
 
-use super::{Isa, Native, NativeElement, RowTransform, SoftmaxSettings, expect_dense_rows, rows_of, rows_of_mut};
+use super::{Native, NativeElement, RowTransform, SoftmaxSettings, expect_dense_rows, rows_of, rows_of_mut};
 use crate::row::{DlogitsScales, LogitsRow, PAIR_SCORES, PairScores, PairSettings};
 use crate::threads::{RowTask, over_threads};
 use crate::top_divergence::{OtherEntries, StudentSoftmax, TopDivergence, TopEntries};
@@ -14,7 +14,7 @@ use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::StructuredSpec;
 use assay_core::implementation::{Implementation as _, RunError, Unsupported};
 use assay_core::problem::{Candidate, FloatArray, Problem, ProblemError, Shape, Teacher, TeacherTopK};
-use assay_core::spec::{Distillation, LossSpec, Support, TopKRest};
+use assay_core::spec::{Distillation, LossSpec, SpecError, Support, TopKRest};
 
 /// The teacher of each token: logits as the student's, or its likeliest entries.
 #[derive(Clone, Debug)]
@@ -35,9 +35,6 @@ pub struct NativeDivergences {
 }
 
 impl NativeDivergences {
-    /// The number of numbers that are kept of each token.
-    pub const KEPT: usize = PAIR_SCORES;
-
     /// Returns the scores of each row, `[B,T,6]`, to be handed to [`Self::from_kept`].
     pub fn kept(self) -> Array3<f64> {
         self.kept
@@ -64,7 +61,6 @@ impl NativeDivergences {
 pub struct NativeDivergence<'d, E> {
     distillation: &'d Distillation,
     pair: PairSettings,
-    isa: Isa,
     mask: &'d Array2<bool>,
     /// The temperature of each token, `[B,T]`.
     temperature: Array2<f64>,
@@ -76,8 +72,8 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
     /// Prepares the divergence of a batch of `shape` on the kernel `native`, of tokens where `mask` is true.
     ///
     /// # Errors
-    /// [`ProblemError`] naming the first array or entry that does not fit: of a teacher's logits only the shape is looked at, and a row
-    /// with a NaN, with `+∞` or without a finite logit has NaN for its divergence and dlogits.
+    /// [`ProblemError`] naming the first array or entry that does not fit. The values of a teacher's logits are not looked at: the
+    /// divergence and the dlogits of a row are NaN if it has a NaN, a `+∞`, or no finite logit.
     pub fn new(
         native: &Native,
         distillation: &'d Distillation,
@@ -90,8 +86,10 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         let wrong = |field, given: &[usize], expected: String| {
             Err(ProblemError::Shape { field, given: given.to_vec(), expected })
         };
-        if mask.dim() != (batch, tokens) {
-            return wrong("mask", mask.shape(), format!("[{batch}, {tokens}]"));
+        for (field, given) in [("mask", mask.shape()), ("temperature", temperature.shape())] {
+            if given != [batch, tokens] {
+                return wrong(field, given, format!("[{batch}, {tokens}]"));
+            }
         }
         match &teacher {
             NativeTeacher::Logits(logits) => {
@@ -101,11 +99,16 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
                 }
                 expect_dense_rows(Teacher::LOGITS, logits.dim(), logits.strides()[2])?;
             }
-            NativeTeacher::TopK(top) => top.check(distillation.top_k.unwrap_or(vocab), mask, shape)?,
+            NativeTeacher::TopK(top) => {
+                let (field, expected) = ("objective.distillation.rest", "tail, renormalized or ignored with `top_k`");
+                if distillation.rest.is_none() {
+                    return Err(SpecError { field, given: "none".into(), expected }.into());
+                }
+                top.check(distillation.top_k.unwrap_or(vocab), mask, shape)?;
+            }
         }
         Ok(Self {
             distillation,
-            isa: native.isa,
             pair: PairSettings { isa: native.isa, teacher_weight: distillation.teacher_weight() },
             mask,
             temperature,
@@ -117,9 +120,9 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
     /// Computes the divergence of each token. It reads the logits of unmasked tokens once and writes nothing.
     ///
     /// # Errors
-    /// [`ProblemError`] if the student's rows are not dense.
+    /// [`ProblemError`] if the student has another shape, or rows that are not dense.
     pub fn values(&self, student: &ArrayView3<E>) -> Result<NativeDivergences, ProblemError> {
-        expect_dense_rows("logits", student.dim(), student.strides()[2])?;
+        self.expect_logits("logits", student.shape(), student.strides()[2])?;
         let teachers = self.teacher_rows();
         let score = |i: usize, row: &[E]| match &teachers {
             Some(teachers) => self.pair.score(row, teachers[i], self.rate(i)),
@@ -153,8 +156,8 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         divergences: &NativeDivergences,
         cotangents: &Array2<f64>,
     ) -> Result<(), ProblemError> {
+        self.expect_logits("logits", student.shape(), student.strides()[2])?;
         self.expect_fits(dlogits, divergences, cotangents)?;
-        expect_dense_rows("logits", student.dim(), student.strides()[2])?;
         let rows = rows_of_mut(dlogits).zip(rows_of(student));
         self.write(
             rows.map(|(dlogits, logits)| LogitsRow { logits: Some(logits), dlogits }).collect(),
@@ -180,6 +183,17 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         Ok(())
     }
 
+    /// Checks that an array has the extents of the student's logits, `[B,T,V]`, and dense rows.
+    fn expect_logits(&self, field: &'static str, given: &[usize], stride: isize) -> Result<(), ProblemError> {
+        let (batch, tokens) = self.mask.dim();
+        if given != [batch, tokens, self.vocab] {
+            let expected = format!("[{batch}, {tokens}, {}]", self.vocab);
+            return Err(ProblemError::Shape { field, given: given.to_vec(), expected });
+        }
+        expect_dense_rows(field, (batch, tokens, self.vocab), stride)
+    }
+
+    /// Checks that dlogits, scores and cotangents are of the batch.
     fn expect_fits(
         &self,
         dlogits: &ArrayViewMut3<E>,
@@ -187,12 +201,7 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         cotangents: &Array2<f64>,
     ) -> Result<(), ProblemError> {
         let (batch, tokens) = self.mask.dim();
-        let expected = [batch, tokens, self.vocab];
-        if dlogits.shape() != expected {
-            let given = dlogits.shape().to_vec();
-            return Err(ProblemError::Shape { field: "dlogits", given, expected: format!("{expected:?}") });
-        }
-        expect_dense_rows("dlogits", dlogits.dim(), dlogits.strides()[2])?;
+        self.expect_logits("dlogits", dlogits.shape(), dlogits.strides()[2])?;
         for (field, given) in [("cotangents", cotangents.shape()), ("kept", &divergences.kept.shape()[..2])] {
             if given != [batch, tokens] {
                 let expected = format!("[{batch}, {tokens}]");
@@ -253,7 +262,7 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
         let support = Support { excluded_ids: ids.clone(), ..Support::default() };
         let of_others = LossSpec { support, ..LossSpec::default() };
         let transform = RowTransform::new::<E>(&of_others, None, row.len());
-        let softmax = SoftmaxSettings::new(&of_others, self.isa, transform);
+        let softmax = SoftmaxSettings::new(&of_others, self.pair.isa, transform);
         let others = if rest == TopKRest::Renormalized {
             OtherEntries { max: 0.0, sum: 0.0 }
         } else {

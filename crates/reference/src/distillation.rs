@@ -209,7 +209,7 @@ impl TokenDivergence {
         });
         let terms = bins.iter().map(|bin| if sums_to_1 { bin.term(beta) } else { bin.plain_term(beta) });
         all.value = all.factor * terms.collect::<Sum>().value();
-        // Of a forward KL whose probabilities are left as they are, p_j is multiplied by the sum of the teacher's.
+        // The sum of the teacher's probabilities multiplies p_j in a forward KL; it is 1 unless some entries are ignored.
         all.mean_slope = match beta {
             0.0 => -bins.iter().map(|bin| bin.teacher).collect::<Sum>().value(),
             _ => bins.iter().map(|bin| times(bin.student, all.slope(bin))).collect::<Sum>().value(),
@@ -226,7 +226,7 @@ impl TokenDivergence {
 
     /// Returns the constants `c` and `c′` with `δ = ((x − y) − c)/T − c′`, of the logits `x` and `y`: `c/T + c′ = lse(x/T) − lse(y/T)`.
     ///
-    /// Where all differences are near their mean `c`, `c′ = ln(1 + Σ q (e^((x − y − c)/T) − 1))`, which is as exact as they are. The
+    /// If all differences are near their mean `c`, `c′ = ln(1 + Σ q (e^((x − y − c)/T) − 1))`, which is as exact as they are. The
     /// difference of the two logarithms is as exact as these.
     fn common_difference(&self, logits: &[f64], given: &[f64]) -> [f64; 2] {
         let temperature = self.temperature;

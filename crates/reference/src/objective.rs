@@ -135,7 +135,7 @@ impl Branch {
             }
             Objective::ClipCov(_) if self.selected => Term::default(),
             Objective::CrossEntropy(cross_entropy) => Term::linear(cross_entropy.label_smoothing - 1.0, inputs),
-            // Its gradient is by each logit, and not by a log-probability.
+            // A divergence has a gradient by each logit, and none by a log-probability.
             Objective::Distillation(_) => Term::from_ratio(inputs.divergence, 0.0),
             _ => surrogate,
         };

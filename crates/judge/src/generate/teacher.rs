@@ -102,7 +102,7 @@ impl Recipe {
                 }
             }
             TeacherRegime::FarApart => {
-                // Where both have a probability.
+                // The far entry is one that both have a probability of.
                 let places: Vec<usize> = (0..row.len()).filter(|&v| row[v] != f64::NEG_INFINITY).collect();
                 let far = places[rng.random_range(0..places.len())];
                 row[far] = most + rng.random_range(20.0..40.0);

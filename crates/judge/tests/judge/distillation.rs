@@ -33,7 +33,7 @@ enum Wrong {
     SumInLanes,
 }
 
-/// By halves, so that no sum is much larger than what is added to it.
+/// Adds up by halves, so that no sum is much larger than what is added to it.
 fn sum(values: &[f32]) -> f32 {
     if values.len() <= 8 { values.iter().sum() } else { values.chunks(values.len().div_ceil(2)).map(sum).sum() }
 }
@@ -313,7 +313,7 @@ fn expect_rejected(wrong: Wrong, applies: impl Fn(&Distillation) -> bool) {
         for dtype in Dtype::KERNEL {
             for (seed, regime) in (0..14).zip([Regime::Normal, Regime::Small, Regime::Peaked].into_iter().cycle()) {
                 let recipe = recipe([2, 3, 97], dtype, regime, seed);
-                // Where the two are one another's neighbours, exchanging them changes the loss in its third order.
+                // Exchanging two distributions that are near each other changes the loss in its third order alone.
                 let tells = match (recipe.teacher_regime(), wrong) {
                     (TeacherRegime::Independent | TeacherRegime::Holes | TeacherRegime::FarApart, _) => true,
                     (TeacherRegime::Sharper, _) => regime != Regime::Small,

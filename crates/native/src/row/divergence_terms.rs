@@ -260,7 +260,7 @@ impl<S: Simd> MixtureLanes<S> {
         ];
         let mut logs = self.log.log_of_sum(simd, x, [simd.mul(growth[0], weight), simd.mul(growth[1], weight)]);
         for (log, d) in logs.iter_mut().zip(d) {
-            // Where a probability is 0, `d` may be infinite or NaN.
+            // An infinite or NaN `d` occurs only where a probability is 0.
             let beyond = simd.max(simd.sub(d, simd.splat(MOST_NATS)), zero);
             *log = simd.add(*log, simd.min(beyond, simd.splat(FARTHEST)));
         }

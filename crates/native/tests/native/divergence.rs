@@ -90,7 +90,7 @@ fn divergence_is_infinite_where_one_of_both_lacks_an_entry() {
     let (whole, lacking) = ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, f32::NEG_INFINITY]);
     let (value, dlogits) = one_token(whole, lacking, &Distillation::reverse_kl());
     assert!(value == f32::INFINITY && dlogits.iter().all(|x| x.is_nan()), "{value} {dlogits:?}");
-    // That of a forward KL is p − q.
+    // The gradient of an infinite forward KL is p − q all the same.
     let (value, dlogits) = one_token(lacking, whole, &Distillation::default());
     assert!(value == f32::INFINITY && (dlogits[3] + 0.643_914_3).abs() < 1e-6, "{value} {dlogits:?}");
     for (student, teacher) in [(whole, lacking), (lacking, whole)] {
@@ -139,6 +139,21 @@ fn divergence_names_what_does_not_fit() {
         let error = error.expect("an id that does not fit").to_string();
         assert!(error.starts_with(expected), "{error}");
     }
+
+    // Entries without a word on the others, temperatures of other tokens, and a student of another vocabulary.
+    let (entries, logits) = (top([[[0, 1], [1, 2]]]), Array3::<f32>::zeros((1, 2, 3)));
+    let silent = Distillation { rest: None, ..distillation.clone() };
+    let teacher = NativeTeacher::<f32>::TopK(&entries);
+    let error = NativeDivergence::new(&native, &silent, shape, &mask, temperature.clone(), teacher).err();
+    assert!(error.expect("no rest").to_string().contains("`objective.distillation.rest`: got none, expected tail"));
+    let plain = Distillation::default();
+    let of_logits = || NativeTeacher::Logits(logits.view());
+    let short = Array2::from_elem((1, 1), 1.0);
+    let error = NativeDivergence::new(&native, &plain, shape, &mask, short, of_logits()).err();
+    assert_eq!(error.expect("one token").to_string(), "`temperature`: got shape [1, 1], expected [1, 2]");
+    let divergence = NativeDivergence::new(&native, &plain, shape, &mask, temperature, of_logits()).expect("fits");
+    let error = divergence.values(&narrow.view()).expect_err("of another vocabulary").to_string();
+    assert_eq!(error, "`logits`: got shape [1, 2, 2], expected [1, 2, 3]");
 
     // A problem whose teacher has another dtype, by its name.
     let recipe = Recipe {

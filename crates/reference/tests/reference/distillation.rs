@@ -232,7 +232,7 @@ fn distillation_agrees_with_640_bits() {
                         pair.student.iter().chain(&pair.teacher).fold(0.0, |most: f64, x| most.max(x.abs()));
                     let near = NEAR_1 + f64::EPSILON * largest_exponent / temperature;
                     let label = format!("{name}, T = {temperature}, {kind:?}, {rest:?}");
-                    // Of a teacher's entries the student's exponents x/T are rounded before anything is subtracted: each δ is right to 1e-16 of
+                    // The student's exponents x/T are rounded before a teacher's entries are subtracted: each δ is right to 1e-16 of
                     // 1, in which the divergence is flat. A sum over some entries is not flat in it.
                     let of_exponents = 4e-15 * (1.0 + largest_exponent);
                     let [of_value, of_slopes] = match rest {
