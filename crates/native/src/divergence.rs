@@ -8,7 +8,7 @@ use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0, s};
 use super::{Native, NativeElement, RowTransform, SoftmaxSettings, expect_dense_rows, rows_of, rows_of_mut};
 use crate::row::{DlogitsScales, LogitsRow, PAIR_SCORES, PairScores, PairSettings};
 use crate::threads::{RowTask, over_threads};
-use crate::top_divergence::{OtherEntries, StudentSoftmax, TopDivergence, TopEntries};
+use crate::top_divergence::{OtherEntries, TopDivergence, TopEntries};
 use assay_algebra::reduction::ReductionWeights;
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::StructuredSpec;
@@ -270,8 +270,8 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
             OtherEntries { max: statistics.max, sum: statistics.entropy[0] }
         };
         let top = TopEntries { logp: logp.row(b, t), logits, rate: self.rate(i) };
-        let (student, divergence) = top.divergence(rest, self.pair.teacher_weight, others);
-        TopRow { ids, softmax, student, divergence }
+        let divergence = top.divergence(rest, self.pair.teacher_weight, others);
+        TopRow { ids, softmax, others, divergence }
     }
 
     fn score_top(&self, i: usize, row: &[E]) -> PairScores {
@@ -284,18 +284,14 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
-        let TopRow { ids, softmax, student, divergence } = self.top(i, row.logits());
-        let (factor, rate) = (divergence.of_others * weight, self.rate(i));
-        let share = factor * (-student.log_sum).exp();
-        if factor == 0.0 || (share as f32).is_finite() {
-            let scales = DlogitsScales { max: student.max, share, others: 0.0, bonus: 0.0, mean_gap: 0.0 };
-            softmax.write_part(row, None, scales, rate);
+        let TopRow { ids, softmax, others, divergence } = self.top(i, row.logits());
+        let of_others = divergence.of_others * weight;
+        if of_others == 0.0 || others.sum == 0.0 {
+            row.dlogits.fill(E::from_f32(0.0));
         } else {
-            // A tail that is less likely than f32 can say, column by column.
-            for j in 0..row.dlogits.len() {
-                let p = ((f64::from(row.logits()[j].to_f32()) - student.max) * rate - student.log_sum).exp();
-                row.dlogits[j] = E::from_f32(if p == 0.0 { 0.0 } else { (p * factor) as f32 });
-            }
+            let share = of_others / others.sum;
+            let scales = DlogitsScales { max: others.max, share, others: 0.0, bonus: 0.0, mean_gap: 0.0 };
+            softmax.write_part(row, None, scales, self.rate(i));
         }
         for (id, slope) in ids.into_iter().zip(divergence.of_entries) {
             row.dlogits[id] = E::from_f32((slope * weight) as f32);
@@ -308,7 +304,7 @@ struct TopRow {
     ids: Vec<usize>,
     /// The softmax over the other entries.
     softmax: SoftmaxSettings,
-    student: StudentSoftmax,
+    others: OtherEntries,
     divergence: TopDivergence,
 }
 

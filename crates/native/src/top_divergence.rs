@@ -4,7 +4,7 @@
 //! bins     P = e^(x/T)/S and Q of each entry; the rest is one more bin, or none, or P and Q are divided by their sums
 //! terms    Q ln(Q/P), P ln(P/Q), or βQ ln(Q/M) + (1−β)P ln(P/M)
 //! slopes   G = −Q/P of the forward KL, ln P − ln Q of the reverse one, (1−β)(ln P − ln M) of a mixture        Ḡ = Σ P·G
-//! dlogits  P(G − Ḡ) of each entry, and P times one number elsewhere
+//! dlogits  P(G − Ḡ) of each entry; elsewhere the same of all other entries at once, and of each its share of their probability
 //! ```
 
 use assay_core::spec::TopKRest;
@@ -28,21 +28,12 @@ pub(crate) struct OtherEntries {
     pub(crate) sum: f64,
 }
 
-/// A student's softmax over the entries that are compared: all, or the teacher's.
-#[derive(Clone, Copy)]
-pub(crate) struct StudentSoftmax {
-    /// Maximum of the logits that are compared.
-    pub(crate) max: f64,
-    /// Logarithm of the sum of exponentials.
-    pub(crate) log_sum: f64,
-}
-
 /// The divergence of one token, and its derivatives by the student's exponents.
 pub(crate) struct TopDivergence {
     pub(crate) value: f64,
     /// The derivative of each of the teacher's entries.
     pub(crate) of_entries: Vec<f64>,
-    /// The factor of the probability of every other vocabulary entry.
+    /// The derivative of all other vocabulary entries together: each has its share of their probability.
     pub(crate) of_others: f64,
 }
 
@@ -115,40 +106,35 @@ impl Bin {
 }
 
 impl TopEntries {
-    /// Evaluates the divergence, with the weight `beta` of the teacher in the mixture, and the student's softmax.
-    pub(crate) fn divergence(
-        &self,
-        rest: TopKRest,
-        beta: f64,
-        others: OtherEntries,
-    ) -> (StudentSoftmax, TopDivergence) {
+    /// Evaluates the divergence, with the weight `beta` of the teacher in the mixture.
+    pub(crate) fn divergence(&self, rest: TopKRest, beta: f64, others: OtherEntries) -> TopDivergence {
         // The sum over all entries: those of the teacher one by one, and that of the others.
         let largest = self.logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let max = if others.sum > 0.0 { largest.max(others.max) } else { largest };
         let exponents: Vec<f64> = self.logits.iter().map(|x| (x - max) * self.rate).collect();
-        let outside = times(others.sum, ((others.max - max) * self.rate).exp());
+        // The others' largest exponent; their probability may be less than an f64 holds, its logarithm is not.
+        let of_others = if others.sum == 0.0 { f64::NEG_INFINITY } else { (others.max - max) * self.rate };
+        let outside = times(others.sum, of_others.exp());
         let log_sum = (exponents.iter().map(|x| x.exp()).sum::<f64>() + outside).ln();
         let of_teacher = if rest == TopKRest::Renormalized { log_sum_exp(&self.logp) } else { 0.0 };
         let bin = |(x, logp): (&f64, &f64)| Bin::new(x - log_sum, logp - of_teacher);
         let bins: Vec<Bin> = exponents.iter().zip(&self.logp).map(bin).collect();
         // 1 − Σ Q = −(e^lse − 1); rounded log-probabilities may add up to a little more than 1.
         let tail = (rest == TopKRest::Tail)
-            .then(|| Bin::rest(outside.ln() - log_sum, (-log_sum_exp(&self.logp).exp_m1()).max(0.0)));
+            .then(|| Bin::rest(others.sum.ln() + of_others - log_sum, (-log_sum_exp(&self.logp).exp_m1()).max(0.0)));
         let all = || bins.iter().copied().chain(tail);
         // A sum over some entries has a constant in its slope that does not cancel.
         let constant = if rest == TopKRest::Ignored && beta == 1.0 { 1.0 } else { 0.0 };
         let sloped = |bin: Bin| bin.sloped(beta) + constant * bin.student;
         let mean: f64 = all().map(sloped).sum();
-        let divergence = TopDivergence {
+        TopDivergence {
             value: all().map(|bin| bin.term(beta)).sum(),
             of_entries: bins.iter().map(|bin| sloped(*bin) - bin.student * mean).collect(),
             of_others: match (rest, tail) {
                 (TopKRest::Renormalized, _) => 0.0,
-                // An entry of the tail has its share of the tail's slope.
-                (_, Some(tail)) => tail.slope(beta) - mean,
-                (_, None) => -mean,
+                (_, Some(tail)) => tail.sloped(beta) - tail.student * mean,
+                (_, None) => -outside * (-log_sum).exp() * mean,
             },
-        };
-        (StudentSoftmax { max, log_sum }, divergence)
+        }
     }
 }

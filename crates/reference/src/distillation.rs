@@ -76,6 +76,8 @@ struct TopBins {
     bins: Vec<DivergenceBin>,
     /// The bin of each of the teacher's entries.
     places: HashMap<usize, usize>,
+    /// The softmax of the student over the entries of the tail; `None` if there is no tail, or the student has nothing in it.
+    within_tail: Option<Softmax>,
 }
 
 /// Returns `e^x − 1 − x ≥ 0`, to a few roundings.
@@ -194,9 +196,9 @@ impl TokenDivergence {
                 let rest = distillation.rest.expect("checked: the spec has it");
                 let ids: Vec<usize> = ids_of(top, (b, t));
                 let z: Vec<f64> = logits.iter().map(|x| x / temperature).collect();
-                let bins = all.top_bins(rest, &z, &ids, &given);
-                let places = ids.into_iter().enumerate().map(|(k, id)| (id, k)).collect();
-                all.top = Some(TopBins { rest, bins: bins.clone(), places });
+                let top = all.top_bins(rest, &z, &ids, &given);
+                let bins = top.bins.clone();
+                all.top = Some(top);
                 bins
             }
         };
@@ -266,15 +268,17 @@ impl TokenDivergence {
     }
 
     /// Returns the bins of a teacher's entries `ids`, and sets the softmaxes that they are of.
-    fn top_bins(&mut self, rest: TopKRest, z: &[f64], ids: &[usize], given: &[f64]) -> Vec<DivergenceBin> {
+    fn top_bins(&mut self, rest: TopKRest, z: &[f64], ids: &[usize], given: &[f64]) -> TopBins {
         self.teacher = Softmax::new(given);
+        let places: HashMap<usize, usize> = ids.iter().enumerate().map(|(k, &id)| (id, k)).collect();
         let of_entries: Vec<f64> = ids.iter().map(|&id| z[id]).collect();
         if rest == TopKRest::Renormalized {
             // As if the entries were the whole vocabulary, with the teacher's log-probabilities for its logits.
             self.student = Softmax::new(&of_entries);
             let mut whole = Self { temperature: 1.0, ..self.clone() };
             whole.constant = whole.common_difference(&of_entries, given);
-            return whole.bins_of(&of_entries, given);
+            let bins = whole.bins_of(&of_entries, given);
+            return TopBins { rest, bins, places, within_tail: None };
         }
         let bin = |(&z, &logp): (&f64, &f64)| {
             let student_logp = self.student.log_probability(z);
@@ -287,20 +291,26 @@ impl TokenDivergence {
             }
         };
         let mut bins: Vec<DivergenceBin> = of_entries.iter().zip(given).map(bin).collect();
+        let mut within_tail = None;
         if rest == TopKRest::Tail {
-            let mut outside = vec![true; z.len()];
-            for &id in ids {
-                outside[id] = false;
-            }
-            let others = z.iter().zip(&outside).filter(|(_, outside)| **outside);
-            let student = others.map(|(&z, _)| self.student.probability(z)).collect::<Sum>().value();
+            let others = z.iter().enumerate().filter(|(j, _)| !places.contains_key(j));
+            let others: Vec<f64> = others.map(|(_, &z)| z).collect();
+            within_tail = others.iter().any(|z| *z > f64::NEG_INFINITY).then(|| Softmax::new(&others));
+            // ln Σ e^z − lse, from the exponents: the probabilities themselves may all be less than an f64 holds.
+            let tail = |within: Softmax| {
+                let (largest, largest_logp) =
+                    (self.student.probability(within.max), self.student.log_probability(within.max));
+                (within.sum * largest, within.log_sum + largest_logp)
+            };
+            let (student, student_logp) = within_tail.map_or((0.0, f64::NEG_INFINITY), tail);
             // 1 − Σ Q = −(e^lse − 1); rounded log-probabilities may sum up to a little more than 1.
             let teacher = (-(self.teacher.max + self.teacher.log_sum).exp_m1()).max(0.0);
-            let (student_logp, teacher_logp) = (student.ln(), teacher.ln());
-            let log_ratio = if student == 0.0 && teacher == 0.0 { 0.0 } else { student_logp - teacher_logp };
+            let teacher_logp = teacher.ln();
+            let neither = student_logp == f64::NEG_INFINITY && teacher == 0.0;
+            let log_ratio = if neither { 0.0 } else { student_logp - teacher_logp };
             bins.push(DivergenceBin { student, teacher, student_logp, teacher_logp, log_ratio });
         }
-        bins
+        TopBins { rest, bins, places, within_tail }
     }
 
     /// Returns all bins of the token at `[b,t]`.
@@ -348,13 +358,17 @@ impl TokenDivergence {
                 };
                 bins.iter().map(slope).collect()
             }
-            Some(top) => p.iter().enumerate().map(|(v, &p)| self.by_exponent_of_top(top, first + v, p)).collect(),
+            Some(top) => {
+                let logits = problem.logits.row_part(b, t, first..first + p.len());
+                let entries = logits.iter().zip(p).enumerate();
+                entries.map(|(v, (x, &p))| self.by_exponent_of_top(top, first + v, x / self.temperature, p)).collect()
+            }
         };
         by_exponent.into_iter().map(|slope| self.factor * slope / self.temperature).collect()
     }
 
-    /// Returns the derivative by the exponent of entry `j`, which has the probability `p` over the vocabulary.
-    fn by_exponent_of_top(&self, top: &TopBins, j: usize, p: f64) -> f64 {
+    /// Returns the derivative by the exponent `z` of entry `j`, which has the probability `p` over the vocabulary.
+    fn by_exponent_of_top(&self, top: &TopBins, j: usize, z: f64, p: f64) -> f64 {
         let (own, is_forward) = (top.places.get(&j).map(|&k| &top.bins[k]), self.teacher_weight == 0.0);
         match (top.rest, own) {
             // The sum of the teacher's probabilities multiplies all of the student's.
@@ -365,7 +379,9 @@ impl TokenDivergence {
             (TopKRest::Ignored, None) => times(p, -self.mean_slope),
             (TopKRest::Tail, None) => {
                 let tail = top.bins.last().expect("a tail has a bin");
-                times(p, if is_forward { -(-tail.log_ratio).exp_m1() } else { self.slope(tail) - self.mean_slope })
+                // An entry of the tail has its share of P − Q, which is something where p itself underflows.
+                let share = top.within_tail.map_or(0.0, |within| within.probability(z));
+                if is_forward { times(share, tail.difference()) } else { times(p, self.slope(tail) - self.mean_slope) }
             }
         }
     }

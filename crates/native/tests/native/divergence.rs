@@ -22,6 +22,18 @@ fn recipes() -> impl Strategy<Value = Recipe> {
     })
 }
 
+/// Two tokens of three entries.
+fn plain_recipe() -> Recipe {
+    Recipe {
+        shape: [1, 2, 3],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 0,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    }
+}
+
 /// The outputs of a problem as numbers, by one instruction set.
 fn numbers(isa: Isa, spec: &LossSpec, problem: &Problem) -> (Vec<f64>, Vec<f64>) {
     let candidate = Native::on(isa).run(spec, problem.clone(), 1).expect("supported");
@@ -99,6 +111,37 @@ fn divergence_is_infinite_where_one_of_both_lacks_an_entry() {
     }
 }
 
+/// All that the teacher does not have is less likely than f64 holds: its logarithm is known all the same.
+#[test]
+fn divergence_of_a_far_tail_is_finite() {
+    let logits = FloatArray::F32(arr3(&[[[1500.0, 0.0, 1.0, 2.0]]]));
+    let logp = FloatArray::F32(Array3::from_elem((1, 1, 1), -1.0));
+    let teacher = Teacher::TopK(TeacherTopK { logp, ids: Array3::zeros((1, 1, 1)) });
+    let problem = |spec: &LossSpec| {
+        let recipe = Recipe { shape: [1, 1, 4], ..plain_recipe() };
+        let mut problem = recipe.problem(spec).expect("a valid recipe");
+        (problem.logits, problem.extra.teacher) = (logits.clone(), Some(teacher.clone()));
+        problem
+    };
+    let [q, within] = [(-1_f64).exp(), (2_f64).exp() + 1_f64.exp() + 1.0];
+    let tail_logp = within.ln() - 1500.0;
+    for (kind, value, dlogits) in [
+        (
+            Distillation::default(),
+            -q + (1.0 - q) * ((1.0 - q).ln() - tail_logp),
+            [0.0, 1.0, 2.0].map(|x: f64| -(1.0 - q) * x.exp() / within),
+        ),
+        (Distillation::reverse_kl(), 1.0, [0.0; 3]),
+    ] {
+        let spec = LossSpec::distillation(Distillation { top_k: Some(1), rest: Some(TopKRest::Tail), ..kind.clone() });
+        let (values, gradient) = numbers(Isa::fastest(), &spec, &problem(&spec));
+        assert!((values[0] - value).abs() <= 1e-6 * value, "{kind:?}: {} for {value}", values[0]);
+        for (got, expected) in gradient[1..].iter().zip(dlogits) {
+            assert!((got - expected).abs() <= 1e-6, "{kind:?}: {gradient:?} for {dlogits:?}");
+        }
+    }
+}
+
 #[test]
 fn divergence_of_rows_without_a_distribution_is_nan() {
     let good = [0.0, 1.0, 2.0, 3.0];
@@ -156,14 +199,7 @@ fn divergence_names_what_does_not_fit() {
     assert_eq!(error, "`logits`: got shape [1, 2, 2], expected [1, 2, 3]");
 
     // A problem whose teacher has another dtype, by its name.
-    let recipe = Recipe {
-        shape: [1, 2, 3],
-        dtype: Dtype::F32,
-        regime: Regime::Normal,
-        seed: 0,
-        old_logp_noise_scale: 0.3,
-        masked_garbage: false,
-    };
+    let recipe = plain_recipe();
     let spec = LossSpec::distillation(Distillation::default());
     let mut problem = recipe.problem(&spec).expect("a valid recipe");
     problem.extra.teacher = Some(Teacher::Logits(FloatArray::zeros((1, 2, 3), Dtype::Bf16)));
