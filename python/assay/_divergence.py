@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _autograd, _memory, _specs
 from ._check import check
@@ -31,6 +31,7 @@ def check_divergence(
     teacher_top_k: int | None = None,
     rest: str | None = None,
     reduction: str = "none",
+    lm_head: bool = False,
     framework: str = "torch",
     **options: Any,
 ) -> Report:
@@ -60,13 +61,23 @@ def check_divergence(
 
         def fn(student_logits, teacher_logp, teacher_ids):       # [B,T,V], [B,T,K], [B,T,K] -> [B,T]
 
+    With `lm_head` the student's logits are the product of hidden states and a head, and the gradients of both are judged; the teacher has
+    hidden states and a head of its own, of another width:
+
+        def fn(hidden, lm_head, teacher_hidden, teacher_lm_head):    # [B,T,H], [V,H], [B,T,G], [V,G] -> [B,T]
+
+    The product of the teacher's is exact in any order of summation: a hidden state has two numbers, and the head two columns for each
+    token, so that the teacher's logits are known to the last bit; logits that are rounded to 16 bits though `rounds_logits` is not set are
+    seen. With `teacher_top_k` the last two arguments are `teacher_logp` and `teacher_ids`.
+
     Teachers are independent of the student, near to it (by differences of 1e-3 and of one unit in the last place), sharper, flatter,
     without probability in a quarter of the entries, and far apart, by turns. For a mean or a sum the function is given the tokens that
     count alone, `[N,V]`, and returns a scalar.
 
     Args:
         fn: Takes the student's logits and the teacher's; returns one divergence for each token, or a scalar with a `reduction`. In NumPy it
-            is given the upstream gradient too, `[B,T]` or a scalar, and returns a pair of the values and the gradient by the student's logits.
+            is given the upstream gradient too, `[B,T]` or a scalar, and returns the values and the gradient by the student's logits, or with
+            `lm_head` by hidden states and by the head.
         kind: "forward_kl", "reverse_kl" or "jensen_shannon".
         beta: The weight of the teacher in the mixture of "jensen_shannon", from 0 to 1; 0.5 by default.
         temperature: The number that both logits are divided by. A teacher's log-probabilities are of this temperature already.
@@ -74,6 +85,7 @@ def check_divergence(
         teacher_top_k: K, the number of the teacher's entries, fewer where the vocabulary is smaller; None gives the teacher's logits.
         rest: The probability outside these entries: "tail" is one more bin, "renormalized" divides both by their sums over the entries,
             "ignored" leaves it out.
+        lm_head: Whether `fn` takes hidden states and heads in place of logits; shapes are then `BxTxHxV`.
         reduction: "none" for one divergence for each token, "mean" over tokens (TRL's "batchmean"), or "sum".
         framework: "torch", "jax" or "numpy", whose arrays `fn` takes.
         options: The other arguments of `assay.check`.
@@ -83,16 +95,18 @@ def check_divergence(
         AssayError: The framework, the reduction or an option is unknown.
     """
     if not callable(fn):
-        raise AssayError(f"fn: got {type(fn).__name__}, expected a function of a student's and a teacher's logits")
+        raise AssayError(f"fn: got {type(fn).__name__}, expected a function of a student's and a teacher's logits, or hidden states and heads")
     if reduction not in _REDUCTIONS:
         raise AssayError(f"reduction: got {reduction!r}, expected one of {', '.join(_REDUCTIONS)}")
-    for name in ("packed", "ranks", "lm_head"):
+    for name in ("packed", "ranks"):
         if options.get(name):
             raise AssayError(f"{name}: got {options[name]!r}, expected none: a divergence is of the logits of one token")
     _autograd.expect_options(framework, _FRAMEWORKS, options)
     spec = _spec(kind, beta, temperature, temperature_squared, teacher_top_k, rest, reduction)
+    lm_head = _autograd.has_head({**options, "lm_head": lm_head})
     made = {"torch": _torch, "jax": _jax, "numpy": _numpy}[framework]
-    return check(made(fn, reduction != "none", bool(options.get("inplace"))), spec, **options)
+    called = _Called(fn, framework, lm_head, is_turned=options.get("layout") == "hv", is_reduced=reduction != "none")
+    return check(made(called, bool(options.get("inplace"))), spec, lm_head=lm_head, **options)
 
 
 def _spec(
@@ -119,9 +133,87 @@ def _spec(
     return _specs.spec(None, None, None, fields)
 
 
-def _teacher(arrays: Any) -> list[Any]:
-    """What a function is given of the teacher."""
-    return [arrays.teacher_logits] if hasattr(arrays, "teacher_logits") else [arrays.teacher_logp, arrays.teacher_ids]
+class _Called(NamedTuple):
+    """A divergence, and how it is called."""
+
+    fn: Divergence
+    framework: str
+    lm_head: bool
+    is_turned: bool
+    """Whether the head of a problem is `[H,V]`, of which the function is given the transpose."""
+    is_reduced: bool
+
+    def on(self, student: Mapping[str, Any], teacher: Sequence[Any], *more: Any, at: Any = ...) -> Any:
+        """Calls the function on the tokens `at` of a student's arrays and a teacher's."""
+        if not self.lm_head:
+            return self.fn(student["logits"][at], *(x[at] for x in teacher), *more)
+        head = student["lm_head"].T if self.is_turned else student["lm_head"]
+        hidden, *others = teacher
+        # A head has no tokens; ids of likeliest entries do.
+        others = [x if x.ndim == 2 else x[at] for x in others]
+        return self.fn(student["hidden"][at], head, hidden[at], *others, *more)
+
+    def teacher(self, arrays: Any) -> list[Any]:
+        """What a function is given of the teacher."""
+        if not hasattr(arrays, "teacher_logits"):
+            return [arrays.teacher_logp, arrays.teacher_ids]
+        if not self.lm_head:
+            return [arrays.teacher_logits]
+        return _factors(self.framework, arrays.teacher_logits, arrays.mask, arrays.hidden.dtype)
+
+
+def _factors(framework: str, logits: Any, mask: Any, dtype: Any) -> list[Any]:
+    """Hidden states `[B,T,G]` and a head `[V,G]` whose product are the logits of the tokens that count, with `G` twice the smaller of `B·T`
+    and `V`.
+
+    A logit is the sum of two numbers of the dtype, the second times a power of two. One factor has these numbers, and the other 1 and that
+    power, in the two places of each token, or of each vocabulary entry, and 0 elsewhere: no order of summation rounds anything.
+
+    Raises:
+        AssayError: The logits are not such sums.
+    """
+    if framework == "torch":
+        import torch as xp
+
+        def cast(x: Any, dtype: Any) -> Any:
+            return x.to(dtype)
+
+        def eye(count: int) -> Any:
+            return xp.eye(count, device=logits.device)
+    else:
+        import numpy as np
+
+        xp = np
+        if framework == "jax":
+            import jax.numpy as xp
+
+        def cast(x: Any, dtype: Any) -> Any:
+            return x.astype(dtype)
+
+        def eye(count: int) -> Any:
+            return xp.eye(count, dtype="float32")
+
+    batch, tokens, vocab = logits.shape
+    count = batch * tokens
+    rows = cast(logits, eye(1).dtype).reshape(count, vocab)
+    counts = mask.reshape(count, 1)
+    given = xp.where(counts, rows, xp.zeros_like(rows))
+    low_scale = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(str(dtype).removeprefix("torch."), 1.0)
+    high = cast(given, dtype)
+    low = cast((given - cast(high, given.dtype)) / low_scale, dtype)
+    if not bool((cast(high, given.dtype) + cast(low, given.dtype) * low_scale == given).all()):
+        raise AssayError("teacher_logits: got logits that are no sums of two numbers of the head's dtype, expected those of a campaign's problem")
+    width = min(count, vocab)
+    places = xp.stack([eye(width), low_scale * eye(width)], 2).reshape(width, 2 * width)
+    if count <= vocab:
+        states, head = places, xp.stack([high, low], 1).reshape(2 * width, vocab).T
+    else:
+        states, head = xp.stack([high, low], 2).reshape(count, 2 * width), places
+    # What is under the mask is garbage in hidden states as it is in logits.
+    states = xp.where(xp.isnan(rows).any(1)[:, None], float("nan"), states)
+    # Dense, as a head is.
+    head = head.contiguous() if framework == "torch" else xp.ascontiguousarray(head) if framework == "numpy" else head
+    return [cast(states, dtype).reshape(batch, tokens, 2 * width), cast(head, dtype)]
 
 
 def _expect_tokens(values: Any, mask: Any) -> Any:
@@ -149,61 +241,76 @@ def _upstream(way: str | None, problem: Problem) -> float:
     return _autograd.UPSTREAM[way][problem.dtype] if way in _autograd.UPSTREAM else 1.0
 
 
-def _torch(fn: Divergence, reduced: bool, inplace: bool) -> _autograd.Kernel:
+def _torch(called: _Called, inplace: bool) -> _autograd.Kernel:
     def per_token(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         import torch
 
         arrays = problem.torch()
         inputs = _autograd.TorchInputs(arrays, way, inplace)
+        teacher = called.teacher(arrays)
         _memory.enter_pass("forward")
         with _autograd.refusal(way):
-            values = _expect_tokens(fn(inputs.tensors["logits"], *_teacher(arrays)), arrays.mask)
+            values = _expect_tokens(called.on(inputs.tensors, teacher), arrays.mask)
         weights = arrays.token_weights.expand(arrays.mask.shape).contiguous()
         sent = _autograd.torch_cotangents(way, [weights], arrays.mask, (values,))
         outputs = inputs.gradients(way, [values], sent)
         losses = torch.where(arrays.mask, values.detach() * torch.where(arrays.mask, weights, 0).to(values.dtype), 0)
-        return {**outputs, "token_loss": losses.contiguous(), "loss": losses.double().sum().float()}
+        outputs |= {"token_loss": losses.contiguous(), "loss": losses.double().sum().float()}
+        return outputs | _autograd.of_frozen(way, per_token, problem)
 
     def scalar(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         import torch
 
         arrays = problem.torch()
         inputs = _autograd.TorchInputs(arrays, way, inplace)
+        teacher = called.teacher(arrays)
         _expect_any(int(arrays.mask.sum()))
         _memory.enter_pass("forward")
         with _autograd.refusal(way):
-            loss = _expect_scalar(fn(inputs.tensors["logits"][arrays.mask], *(x[arrays.mask] for x in _teacher(arrays))))
+            loss = _expect_scalar(called.on(inputs.tensors, teacher, at=arrays.mask))
         upstream = _upstream(way, problem)
         outputs = inputs.gradients(way, [loss], [torch.full_like(loss, upstream)])
         outputs = {name: (x.double() / upstream).to(x.dtype) if upstream != 1.0 else x for name, x in outputs.items()}
-        return {**outputs, "loss": loss.detach().contiguous()}
+        return {**outputs, "loss": loss.detach().contiguous(), **_autograd.of_frozen(way, scalar, problem)}
 
-    with_grad = _autograd.with_grad("logits")
-    if reduced:
-        return _autograd.campaign(fn, scalar, "torch", [*_autograd.UPSTREAM, _autograd.SECOND_PASS, with_grad])
-    ways = [*_autograd.layouts("logits"), _autograd.SECOND_PASS, _autograd.STRIDED_COTANGENT, with_grad]
-    return _autograd.campaign(fn, per_token, "torch", ways)
+    first = _autograd.differentiated(called.lm_head)[0]
+    with_grad = _autograd.with_grad(first)
+    frozen = _autograd.FROZEN.values() if called.lm_head else ()
+    if called.is_reduced:
+        ways = [*_autograd.UPSTREAM, _autograd.SECOND_PASS, with_grad, *frozen]
+        return _autograd.campaign(called.fn, scalar, "torch", ways)
+    ways = [*_autograd.layouts(first), _autograd.SECOND_PASS, _autograd.STRIDED_COTANGENT, with_grad, *frozen]
+    return _autograd.campaign(called.fn, per_token, "torch", ways)
 
 
-def _jax(fn: Divergence, reduced: bool, inplace: bool) -> _autograd.Kernel:
+def _jax(called: _Called, inplace: bool) -> _autograd.Kernel:
+    import functools
+
     import jax
     import jax.numpy as jnp
 
-    @jax.jit
-    def run(logits: Any, teacher: Sequence[Any], mask: Any, weights: Any) -> tuple[Any, Any, Any]:
-        values, backward = jax.vjp(lambda logits: _expect_tokens(fn(logits, *teacher), mask), logits)
+    @functools.partial(jax.jit, static_argnames="frozen")
+    def run(inputs: dict[str, Any], teacher: Sequence[Any], mask: Any, weights: Any, frozen: str | None) -> tuple[Any, Any]:
+        free = {name: x for name, x in inputs.items() if name != frozen}
+        values, backward = jax.vjp(lambda free: _expect_tokens(called.on({**inputs, **free}, teacher), mask), free)
         kept = jnp.where(mask, weights, 0).astype(values.dtype)
-        return jnp.where(mask, values * kept, 0), backward(kept)[0], None
+        return jnp.where(mask, values * kept, 0), backward(kept)[0]
+
+    def inputs_of(arrays: Any) -> dict[str, Any]:
+        return {name: getattr(arrays, name) for name in _autograd.differentiated(called.lm_head)}
 
     def per_token(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         import numpy as np
 
         arrays = problem.jax()
         weights = jnp.broadcast_to(arrays.token_weights, arrays.mask.shape)
+        teacher = called.teacher(arrays)
         _memory.enter_pass("both")
-        losses, dlogits, _ = jax.block_until_ready(run(arrays.logits, _teacher(arrays), arrays.mask, weights))
+        losses, gradients = jax.block_until_ready(run(inputs_of(arrays), teacher, arrays.mask, weights, _autograd.frozen(way)))
         _memory.enter_pass(None)
-        return {"dlogits": dlogits, "token_loss": losses, "loss": np.asarray(losses, np.float64).sum().astype(np.float32)}
+        outputs = {_autograd.GRADIENTS[name]: x for name, x in gradients.items()}
+        outputs |= {"token_loss": losses, "loss": np.asarray(losses, np.float64).sum().astype(np.float32)}
+        return outputs | _autograd.of_frozen(way, per_token, problem)
 
     def scalar(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         import numpy as np
@@ -211,37 +318,53 @@ def _jax(fn: Divergence, reduced: bool, inplace: bool) -> _autograd.Kernel:
         arrays = problem.jax()
         at = np.nonzero(np.asarray(arrays.mask))
         _expect_any(len(at[0]))
-        teacher = [x[at] for x in _teacher(arrays)]
-        upstream = _upstream(way, problem)
-        loss, backward = jax.vjp(lambda logits: _expect_scalar(fn(logits[at], *teacher)), arrays.logits)
-        (dlogits,) = backward(jnp.full_like(loss, upstream))
-        return {"dlogits": (dlogits / upstream).astype(dlogits.dtype), "loss": loss}
+        teacher = called.teacher(arrays)
+        upstream, inputs, frozen = _upstream(way, problem), inputs_of(arrays), _autograd.frozen(way)
+        free = {name: x for name, x in inputs.items() if name != frozen}
+        loss, backward = jax.vjp(lambda free: _expect_scalar(called.on({**inputs, **free}, teacher, at=at)), free)
+        (gradients,) = backward(jnp.full_like(loss, upstream))
+        outputs = {_autograd.GRADIENTS[name]: (x / upstream).astype(x.dtype) for name, x in gradients.items()}
+        return {**outputs, "loss": loss, **_autograd.of_frozen(way, scalar, problem)}
 
-    return _autograd.campaign(fn, scalar if reduced else per_token, "jax", [*_autograd.UPSTREAM] if reduced else [])
+    frozen = [*_autograd.FROZEN.values()] if called.lm_head else []
+    if called.is_reduced:
+        return _autograd.campaign(called.fn, scalar, "jax", [*_autograd.UPSTREAM, *frozen])
+    return _autograd.campaign(called.fn, per_token, "jax", frozen)
 
 
-def _numpy(fn: Divergence, reduced: bool, inplace: bool) -> _autograd.Kernel:
+def _numpy(called: _Called, inplace: bool) -> _autograd.Kernel:
     import numpy as np
 
-    def pair(returned: Any) -> Any:
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-            raise OutputError("dlogits", type(returned).__name__, "a pair of the values and the gradient by the student's logits")
+    names = [_autograd.GRADIENTS[name] for name in _autograd.differentiated(called.lm_head)]
+
+    def computed(returned: Any) -> Any:
+        if not isinstance(returned, (tuple, list)) or len(returned) != 1 + len(names):
+            raise OutputError(names[0], type(returned).__name__, f"{1 + len(names)} values: the divergences, then {' and '.join(names)}")
         return returned
+
+    def turned(name: str, gradient: Any) -> Any:
+        """The gradient in the problem's layout, of a function that is given a transposed head."""
+        return np.ascontiguousarray(gradient.T) if name == "dlm_head" and called.is_turned else gradient
 
     def per_token(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         arrays = problem.numpy()
         weights = np.where(arrays.mask, np.broadcast_to(arrays.token_weights, arrays.mask.shape), 0)
-        values, dlogits = pair(fn(arrays.logits, *_teacher(arrays), weights))
+        values, *gradients = computed(called.on(vars(arrays), called.teacher(arrays), weights))
         losses = np.where(arrays.mask, _expect_tokens(values, arrays.mask) * weights.astype(values.dtype), 0).astype(values.dtype)
-        return {"dlogits": dlogits, "token_loss": losses, "loss": losses.sum(dtype=np.float64).astype(np.float32)}
+        outputs = {name: turned(name, x) for name, x in zip(names, gradients)}
+        return {**outputs, "token_loss": losses, "loss": losses.sum(dtype=np.float64).astype(np.float32)}
 
     def scalar(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         arrays = problem.numpy()
         _expect_any(int(arrays.mask.sum()))
         upstream = _upstream(way, problem)
-        loss, gradient = pair(fn(arrays.logits[arrays.mask], *(x[arrays.mask] for x in _teacher(arrays)), upstream))
-        dlogits = np.zeros(arrays.logits.shape, gradient.dtype)
-        dlogits[arrays.mask] = (gradient.astype(np.float64) / upstream).astype(gradient.dtype)
-        return {"dlogits": dlogits, "loss": _expect_scalar(np.asarray(loss))}
+        loss, *gradients = computed(called.on(vars(arrays), called.teacher(arrays), upstream, at=arrays.mask))
+        outputs = {name: turned(name, (x.astype(np.float64) / upstream).astype(x.dtype)) for name, x in zip(names, gradients)}
+        # Masked tokens were not given.
+        first = outputs[names[0]]
+        spread = np.zeros((*arrays.mask.shape, first.shape[-1]), first.dtype)
+        spread[arrays.mask] = first
+        return {**outputs, names[0]: spread, "loss": _expect_scalar(np.asarray(loss))}
 
-    return _autograd.campaign(fn, scalar if reduced else per_token, "numpy", [*_autograd.UPSTREAM] if reduced else [])
+    ways = [*_autograd.UPSTREAM] if called.is_reduced else []
+    return _autograd.campaign(called.fn, scalar if called.is_reduced else per_token, "numpy", ways)

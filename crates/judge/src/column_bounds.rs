@@ -6,6 +6,7 @@ use super::condition::{
     BranchAlternative, Condition, ErrorBound, FLUSHED, GradTerms, SoftmaxErrors, grad_flushed, grad_terms, response,
     sum_error, transform_rounding,
 };
+use super::distillation::{self, DivergenceCondition};
 use super::tolerance::Grade;
 use assay_core::spec::{RatioLevel, SoftmaxRange};
 use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
@@ -225,6 +226,9 @@ impl<'c> DlogitsCondition<'c> {
 
     /// Bounds the dlogits of `columns`, and splits off the parts that they share.
     pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnErrorParts {
+        if let Some(divergence) = &self.condition.divergence {
+            return self.parts_of_divergence(divergence, columns);
+        }
         let (mut whole, flushed) = self.whole_and_flushed(columns);
         // The common part is what an error of `G`, of `S` or of the mean gap does to every column alike, in proportion
         // to `p_j`. It is split off because such errors cannot cancel in a product with the head's weights.
@@ -263,6 +267,19 @@ impl<'c> DlogitsCondition<'c> {
         }
         self.add_row_shift(columns, &mut whole, &mut common);
         ColumnErrorParts { whole, common, of_ratio, flushed }
+    }
+
+    /// Bounds the dlogits of a divergence, and splits off what errors of sums and of the mean slope do to all columns.
+    fn parts_of_divergence(&self, divergence: &DivergenceCondition, columns: &TokenColumns) -> ColumnErrorParts {
+        let (weight, p) = (distillation::weight_of(self.token), &columns.logp().probabilities);
+        let whole = ColumnErrors::new(divergence.columns(self.reference, self.token, columns, weight));
+        let of = self.reference.divergence(self.token).expect("a divergence has a condition");
+        // Nothing is known of a tail that is lost, and the errors of all columns are infinite.
+        let of_all =
+            if divergence.loses_tail { ErrorBound::default() } else { divergence.of_all_columns(of, weight).0 };
+        let common = ColumnErrors::in_proportion(of_all, p);
+        let flushed = vec![2.0 * distillation::flushed(of, weight); p.len()];
+        ColumnErrorParts { whole, common, of_ratio: ColumnErrors::zeros(p.len()), flushed }
     }
 
     /// Adds what errors of the row's sum and of its entropy do to all columns, in proportion to their probabilities, if they are forgiven.

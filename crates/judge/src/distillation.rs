@@ -11,9 +11,12 @@
 //!
 //! `E = R_A + R_B + |x|` is how far `x` may be off. At [`Grade::Exact`] a sum that is flat in an error of all `x` has it squared, in the
 //! floor: `(κuE)²/2`.
+//!
+//! A student's logits that are a product with a head have errors `ε` of their own, which move `ln P` by `g = (ε + Σ pε)/T`. It is another
+//! `R_P` and another part of `E`, in the floors of both grades: a softmax of other logits is a softmax, whose probabilities sum up to 1.
 
 use super::U;
-use super::condition::{Bands, ErrorBound, FLUSHED, lane_sum_error_of};
+use super::condition::{Bands, ErrorBound, FLUSHED, LogitErrors, lane_sum_error_of};
 use super::tolerance::Grade;
 use assay_core::spec::TopKRest;
 use assay_reference::{DivergenceBin, Reference, Softmax, Token, TokenColumns, TokenDivergence};
@@ -28,6 +31,8 @@ struct BinErrors {
     /// The movement of the student's log-probability by an error that the log-probabilities of all entries share: 1, and of a tail as much
     /// more as the entries have more probability.
     lever: f64,
+    /// The movement `g` of the student's log-probability by the errors of its logits, nats.
+    of_logits: f64,
 }
 
 /// The bounds of a divergence and of its gradient that do not depend on the vocabulary entry.
@@ -46,9 +51,69 @@ pub(crate) struct DivergenceCondition {
     through_tail: (f64, ErrorBound),
     /// The errors of the two sums of exponentials and of offsets, which all log-probabilities share.
     shared: [f64; 2],
+    /// The errors of the student's logits, in nats of the exponent.
+    logits: ExponentErrors,
+    /// The movement of the mean slope by the errors of the student's logits.
+    mean_of_logits: f64,
     /// Whether the divergence is a sum over some entries, whose probabilities do not sum up to 1.
     of_some: bool,
     grade: Grade,
+}
+
+/// The errors of a student's logits that are a product, as movements of its log-probabilities.
+#[derive(Clone, Debug)]
+struct ExponentErrors {
+    /// The errors `ε` of the logits; empty if logits are given.
+    of_logits: LogitErrors,
+    /// The factor `1/T` of the logits.
+    rate: f64,
+    /// The movement of the logarithm of the sum of exponentials, `Σ pε/T`.
+    of_sum: f64,
+    /// The movement of each bin's log-probability; empty if logits are given.
+    of_bins: Vec<f64>,
+}
+
+impl ExponentErrors {
+    fn new(
+        reference: &Reference,
+        token: &Token,
+        divergence: &TokenDivergence,
+        bins: &[DivergenceBin],
+        errors: &LogitErrors,
+    ) -> Self {
+        let mut all =
+            Self { of_logits: errors.clone(), rate: 1.0 / divergence.temperature, of_sum: 0.0, of_bins: Vec::new() };
+        if errors.is_empty() {
+            return all;
+        }
+        let (b, t) = token.at;
+        let row = reference.row(b, t, token);
+        // The mean error of each bin's entries, of which a tail has many.
+        let mut sums = vec![[0.0; 2]; bins.len()];
+        let mut of_whole = 0.0;
+        for (j, p) in row.logp().probabilities.iter().enumerate() {
+            let error = errors.at(j) * all.rate;
+            of_whole += p * error;
+            if let Some(k) = divergence.bin_of(j) {
+                let is_alone = divergence.rest() != Some(TopKRest::Tail) || k + 1 < bins.len();
+                let weight = if is_alone { 1.0 } else { *p };
+                sums[k][0] += weight * error;
+                sums[k][1] += weight;
+            }
+        }
+        let of_bins: Vec<f64> = sums.into_iter().map(|[sum, weight]| times(sum, 1.0 / weight)).collect();
+        all.of_sum = match divergence.rest() {
+            Some(TopKRest::Renormalized) => bins.iter().zip(&of_bins).map(|(bin, error)| bin.student * error).sum(),
+            _ => of_whole,
+        };
+        all.of_bins = of_bins.into_iter().map(|error| error + all.of_sum).collect();
+        all
+    }
+
+    /// Returns the movement of the log-probability of vocabulary entry `j`.
+    fn at(&self, j: usize) -> f64 {
+        self.of_logits.at(j) * self.rate + self.of_sum
+    }
 }
 
 /// The share of a probability that its error may be before a logarithm of it says nothing.
@@ -56,11 +121,15 @@ const LOST: f64 = 0.1;
 
 impl DivergenceCondition {
     /// Evaluates the condition of a token; `None` if the spec is no divergence.
-    pub(crate) fn new(reference: &Reference, token: &Token, bands: Bands) -> Option<Self> {
+    pub(crate) fn new(reference: &Reference, token: &Token, errors: &LogitErrors, bands: Bands) -> Option<Self> {
         let divergence = reference.divergence(token)?;
         let bins = divergence.bins(reference.problem(), token.at);
         let beta = divergence.teacher_weight;
-        let errors = bin_errors(divergence, &token.logp_softmax.stats, &bins);
+        let logits = ExponentErrors::new(reference, token, divergence, &bins, errors);
+        let mut errors = bin_errors(divergence, &token.logp_softmax.stats, &bins);
+        for (errors, moved) in errors.iter_mut().zip(&logits.of_bins) {
+            errors.of_logits = *moved;
+        }
         // Errors that all log-probabilities of a softmax share: an offset, and sums in lanes. A teacher's own log-probabilities have none.
         let has_own = matches!(divergence.rest(), Some(TopKRest::Tail | TopKRest::Ignored));
         let shared = [(false, &divergence.student), (has_own, &divergence.teacher)].map(|(given, softmax)| {
@@ -88,7 +157,8 @@ impl DivergenceCondition {
 
         let loses_tail = divergence.rest() == Some(TopKRest::Tail) && {
             let (tail, errors) = (bins.last(), errors.last().copied().unwrap_or_default());
-            let lost = |p: f64, error: f64| p == 0.0 || bands.logp * U * error > LOST;
+            // A sum of probabilities in f32 may be flushed to 0.
+            let lost = |p: f64, error: f64| p < FLUSHED || bands.logp * U * error > LOST;
             let offset = shared[0] * errors.lever > LOST;
             offset
                 || tail
@@ -101,6 +171,8 @@ impl DivergenceCondition {
             mean: ErrorBound::default(),
             through_tail: (0.0, ErrorBound::default()),
             shared,
+            logits,
+            mean_of_logits: 0.0,
             of_some: divergence.rest() == Some(TopKRest::Ignored),
             grade: bands.grade,
         };
@@ -115,7 +187,11 @@ impl DivergenceCondition {
             let weight = if beta == 0.0 { bin.teacher } else { bin.student };
             let mean = times_finite(slope, weight);
             all.mean = ErrorBound { scale: all.mean.scale + mean.scale, floor: all.mean.floor + mean.floor };
+            // A mean is flat in what all slopes have in common.
+            let apart = if beta == 0.0 { 0.0 } else { finite(bin.slope(beta) - divergence.mean_slope()) };
+            all.mean_of_logits += times(bin.student, apart * errors.of_logits);
         }
+        all.mean.floor += all.mean_of_logits;
         // Every probability may be flushed, and is multiplied by a logarithm.
         let log_ratios = bins.iter().map(|bin| if bin.log_ratio.is_finite() { bin.log_ratio.abs() } else { 0.0 });
         let flushed = (bins.len() as f64 + log_ratios.sum::<f64>() + 1.0) * FLUSHED;
@@ -143,12 +219,18 @@ impl DivergenceCondition {
     /// Bounds a bin's term of the divergence.
     fn value_of(&self, bin: &DivergenceBin, errors: BinErrors, beta: f64, kappa: f64) -> ErrorBound {
         let [of_student, of_teacher] = [self.shared[0] * errors.lever, self.shared[1]];
-        let BinErrors { by_gap: [student, teacher], of_logp: [student_logp, teacher_logp], .. } = errors;
+        let BinErrors { by_gap: [student, teacher], of_logp: [student_logp, teacher_logp], of_logits: moved, .. } =
+            errors;
         let between = student + teacher + finite(bin.log_ratio);
         match beta {
             0.0 => {
-                let side =
-                    KlSide { a: bin.teacher, x: bin.log_ratio, by_gap: teacher, of_logp: [teacher_logp, student_logp] };
+                let side = KlSide {
+                    a: bin.teacher,
+                    x: bin.log_ratio,
+                    by_gap: teacher,
+                    of_logp: [teacher_logp, student_logp],
+                    of_logits: [0.0, moved],
+                };
                 self.kl_bound(side, between, kappa, [of_teacher, of_student])
             }
             1.0 => {
@@ -157,6 +239,7 @@ impl DivergenceCondition {
                     x: -bin.log_ratio,
                     by_gap: student,
                     of_logp: [student_logp, teacher_logp],
+                    of_logits: [moved, moved],
                 };
                 self.kl_bound(side, between, kappa, [of_student, of_teacher])
             }
@@ -170,12 +253,14 @@ impl DivergenceCondition {
                     x: teacher_ratio,
                     by_gap: teacher,
                     of_logp: [teacher_logp, mixed.logp],
+                    of_logits: [0.0, of_p * moved],
                 };
                 let second = KlSide {
                     a: (1.0 - beta) * bin.student,
                     x: student_ratio,
                     by_gap: student,
                     of_logp: [student_logp, mixed.logp],
+                    of_logits: [moved, of_q * moved],
                 };
                 // A mixture moves by its share of what the logarithms move by.
                 let first =
@@ -190,7 +275,7 @@ impl DivergenceCondition {
     /// Bounds `A`'s term of `KL(A‖B)`, whose `x = ln B − ln A` is off by `between`.
     fn kl_bound(
         &self,
-        KlSide { a, x, by_gap, of_logp: [own, other] }: KlSide,
+        KlSide { a, x, by_gap, of_logp: [own, other], of_logits: [a_moved, x_moved] }: KlSide,
         between: f64,
         kappa: f64,
         [of_own, of_other]: [f64; 2],
@@ -202,15 +287,15 @@ impl DivergenceCondition {
         let excess = x.min(700.0).exp_m1();
         let by_x = a * excess.abs();
         let size = if x.abs() < 1e-4 { a * x * x / 2.0 } else { a * (excess - x).abs() };
-        let squared = kappa * between;
+        let squared = kappa * between + x_moved;
         let mut bound = ErrorBound {
             scale: size * by_gap + by_x * between,
-            floor: a * squared * squared / 2.0 + by_x * (of_own + of_other),
+            floor: a * squared * squared / 2.0 + by_x * (of_own + of_other + x_moved) + size * a_moved,
         };
         // Over some entries the sum is the formula's own, which is not flat in an error of x.
         if self.of_some {
             bound.scale += a * (by_gap * x.abs() + between);
-            bound.floor += a * (of_own * (1.0 + x.abs()) + of_other);
+            bound.floor += a * (of_own * (1.0 + x.abs()) + of_other + a_moved * x.abs() + x_moved);
         }
         if self.is_standard() {
             bound.scale += a * (own * (1.0 + x.abs()) + other + x.abs());
@@ -223,15 +308,15 @@ impl DivergenceCondition {
     fn slope_of(&self, bin: &DivergenceBin, errors: BinErrors, beta: f64) -> ErrorBound {
         let [of_student, of_teacher] = [self.shared[0] * errors.lever, self.shared[1]];
         let BinErrors { by_gap: [student, teacher], of_logp: [student_logp, teacher_logp], .. } = errors;
-        let size = finite(bin.log_ratio);
+        let (size, moved) = (finite(bin.log_ratio), errors.of_logits);
         let between = student + teacher + size;
         match (beta, self.grade) {
             (0.0, Grade::Exact) => ErrorBound { scale: teacher, floor: of_teacher },
             (0.0, Grade::Standard) => ErrorBound { scale: teacher_logp, floor: of_teacher },
-            (1.0, Grade::Exact) => ErrorBound { scale: between, floor: of_student + of_teacher },
+            (1.0, Grade::Exact) => ErrorBound { scale: between, floor: of_student + of_teacher + moved },
             (1.0, Grade::Standard) => ErrorBound {
                 scale: student_logp * (2.0 + size) + teacher_logp + size,
-                floor: of_student * (2.0 + size) + of_teacher,
+                floor: of_student * (2.0 + size) + of_teacher + moved,
             },
             _ => {
                 let mixed = Mixture::new(bin, errors, beta);
@@ -246,7 +331,7 @@ impl DivergenceCondition {
                         floor: of_student * (3.0 + size) + 2.0 * of_mixture,
                     },
                 };
-                bound.times(1.0 - beta)
+                bound.plus_floor(of_q * moved).times(1.0 - beta)
             }
         }
     }
@@ -263,7 +348,7 @@ impl DivergenceCondition {
         let (p, z) = (&columns.logp().probabilities, &columns.logp().z);
         let range = columns.first()..columns.first() + p.len();
         let factor = weight.abs() * divergence.factor / divergence.temperature;
-        let flush = FLUSHED * (2.0 + factor + 1.0 / divergence.temperature);
+        let flush = flushed(divergence, weight);
         let whole = &token.logp_softmax.stats;
         // Each column is a bin, evaluated here, if the teacher is given by its logits; the bins of K entries are known.
         let own: Vec<DivergenceBin> = match divergence.rest() {
@@ -272,14 +357,21 @@ impl DivergenceCondition {
         };
         let of_own = if divergence.rest().is_none() { bin_errors(divergence, whole, &own) } else { Vec::new() };
         let bound = |v: usize| {
-            let (student, errors) = (p[v], SoftmaxError::new(whole, z[v]));
+            let column = StudentColumn {
+                p: p[v],
+                error: SoftmaxError::new(whole, z[v]),
+                moved: self.logits.at(range.start + v),
+            };
             let bin = match divergence.rest() {
-                None => Some((&own[v], self.slope_of(&own[v], of_own[v], divergence.teacher_weight), true)),
+                None => {
+                    let errors = BinErrors { of_logits: column.moved, ..of_own[v] };
+                    Some((&own[v], self.slope_of(&own[v], errors, divergence.teacher_weight), true))
+                }
                 Some(_) => divergence.bin_of(range.start + v).map(|k| {
                     (&own[k], self.of_bins[k], !(divergence.rest() == Some(TopKRest::Tail) && k + 1 == own.len()))
                 }),
             };
-            let bound = self.column(divergence, student, errors, bin);
+            let bound = self.column(divergence, column, bin);
             let slopes = bin.map_or(0.0, |(bin, ..)| finite(bin.slope(divergence.teacher_weight)));
             ErrorBound {
                 scale: bound.scale * factor,
@@ -294,13 +386,12 @@ impl DivergenceCondition {
         (0..p.len()).map(bound).collect()
     }
 
-    /// Bounds the derivative by the exponent of one vocabulary entry of probability `p`; `bin` has its bin, the bound of that bin's slope,
-    /// and whether the entry is all of it.
+    /// Bounds the derivative by the exponent of one vocabulary entry; `bin` has its bin, the bound of that bin's slope, and whether the
+    /// entry is all of it.
     fn column(
         &self,
         divergence: &TokenDivergence,
-        p: f64,
-        SoftmaxError { by_gap, of_logp }: SoftmaxError,
+        StudentColumn { p, error: SoftmaxError { by_gap, of_logp }, moved }: StudentColumn,
         bin: Option<(&DivergenceBin, ErrorBound, bool)>,
     ) -> ErrorBound {
         let (beta, mean, [of_student, _]) = (divergence.teacher_weight, divergence.mean_slope(), self.shared);
@@ -316,24 +407,70 @@ impl DivergenceCondition {
             scale: p * (finite(mean) * relative + self.mean.scale + 2.0 * (of_tail * relative + tail.scale)),
             floor: p * (finite(mean) * of_student + self.mean.floor + 2.0 * (of_tail * of_student + tail.floor)),
         };
-        let Some((bin, slope, is_all)) = bin else { return at_mean };
+        // An entry outside of those that are compared has p times the mean alone.
+        let Some((bin, slope, is_all)) = bin else { return at_mean.plus_floor(p * finite(mean) * moved) };
         if beta == 0.0 {
             // p − q, or in the tail p − q·p/P.
-            let share = if is_all { bin.teacher } else { p * (-bin.log_ratio).exp() };
+            let share = if is_all { bin.teacher } else { times(p, (-bin.log_ratio).exp()) };
             // The textbook multiplies p by the sum of the teacher's probabilities, which is 1; of some entries it is not.
             let adds_up = self.is_standard() || divergence.rest() == Some(TopKRest::Ignored);
             let again = if is_all { 0.0 } else { relative + finite(bin.log_ratio) };
+            // The tail's probability is off by no more than that of its entries.
+            let of_logits = p * moved + if is_all { 0.0 } else { share * (moved + self.of_tail()) };
             return ErrorBound {
                 scale: p * relative + share * (slope.scale + again) + if adds_up { p + at_mean.scale } else { 0.0 },
-                floor: p * of_student + share * slope.floor + at_mean.floor,
+                floor: p * of_student + share * slope.floor + at_mean.floor + of_logits,
             };
         }
         let apart = finite(bin.slope(beta) - mean);
         ErrorBound {
             scale: p * (apart * relative + slope.scale + finite(mean)) + at_mean.scale,
-            floor: p * (apart * of_student + slope.floor) + at_mean.floor,
+            floor: p * (apart * (of_student + moved) + slope.floor) + at_mean.floor,
         }
     }
+
+    /// Returns the movement of a tail's log-probability by the errors of logits; 0 if logits are given.
+    fn of_tail(&self) -> f64 {
+        self.logits.of_bins.last().copied().unwrap_or(0.0)
+    }
+
+    /// Returns the factor of `p` in the errors that all dlogits of a token share, in proportion to their probabilities: those of the mean
+    /// slope, or of the forward KL those of both sums of exponentials; and the relative error that all dlogits share.
+    ///
+    /// An error of the student's sum multiplies each `p(G − Ḡ)`, and with it every sum of them. One of the teacher's sum multiplies each
+    /// `q = p − (p − q)`.
+    pub(crate) fn of_all_columns(&self, divergence: &TokenDivergence, weight: f64) -> (ErrorBound, ErrorBound) {
+        let factor = weight.abs() * divergence.factor / divergence.temperature;
+        let of_sum = |softmax: &Softmax, floor: f64| ErrorBound { scale: 1.0 + finite(softmax.mean_gap), floor };
+        let student = of_sum(&divergence.student, self.shared[0] + self.logits.of_sum);
+        if divergence.teacher_weight == 0.0 {
+            let teacher = of_sum(&divergence.teacher, self.shared[1]);
+            return (student.plus(teacher).plus(self.mean).times(factor), teacher);
+        }
+        (self.mean.times(factor), student)
+    }
+}
+
+/// The student's part of a dlogit.
+#[derive(Clone, Copy)]
+struct StudentColumn {
+    /// The probability over the vocabulary.
+    p: f64,
+    /// Its error.
+    error: SoftmaxError,
+    /// The movement of its log-probability by the errors of the logits.
+    moved: f64,
+}
+
+/// Returns the factor of a token's divergence in the loss.
+pub(crate) fn weight_of(token: &Token) -> f64 {
+    token.weight * token.inputs.policy_weight
+}
+
+/// Returns the part of a dlogit that may be flushed, of terms of the size 1.
+pub(crate) fn flushed(divergence: &TokenDivergence, weight: f64) -> f64 {
+    let factor = weight.abs() * divergence.factor / divergence.temperature;
+    FLUSHED * (2.0 + factor + 1.0 / divergence.temperature)
 }
 
 /// One side of a divergence of two distributions.
@@ -346,6 +483,8 @@ struct KlSide {
     by_gap: f64,
     /// The errors `C` of `ln A` and `ln B`.
     of_logp: [f64; 2],
+    /// The movements of `ln A` and of `x` by the errors of the student's logits.
+    of_logits: [f64; 2],
 }
 
 /// A bin's mixture `M = βQ + (1−β)P`.
@@ -420,6 +559,7 @@ fn bin_errors(divergence: &TokenDivergence, whole: &Softmax, bins: &[DivergenceB
             by_gap: [student.by_gap, teacher.by_gap],
             of_logp: [student.of_logp + again[0], teacher.of_logp + again[1]],
             lever: 1.0,
+            of_logits: 0.0,
         }
     };
     let mut errors: Vec<BinErrors> = bins.iter().map(entry).collect();
@@ -444,6 +584,7 @@ fn bin_errors(divergence: &TokenDivergence, whole: &Softmax, bins: &[DivergenceB
             by_gap: [by_gap, 1.0 + lost[1]],
             of_logp: [1.0 + logp[0] + by_gap.max(lost[0]), 1.0 + logp[1] + lost[1]],
             lever: over(tail.student, 1.0 - tail.student).max(1.0),
+            of_logits: 0.0,
         };
     }
     errors

@@ -15,6 +15,14 @@ use assay_core::problem::{Candidate, FloatArray, Teacher};
 use assay_core::spec::{Distillation, TopKRest};
 use ndarray::Ix3;
 
+/// The divergences of a batch.
+pub(crate) struct DistilledTokens {
+    pub(crate) loss: f64,
+    pub(crate) token_loss: Array2<f32>,
+    /// Dlogits `[V]` of each token that counts.
+    pub(crate) dlogits: HashMap<(usize, usize), Vec<f64>>,
+}
+
 /// A softmax in f32, with its sum in f64.
 struct TwinSoftmax {
     gaps: Vec<f32>,
@@ -123,41 +131,49 @@ fn excess(x: f64) -> f64 {
 impl SpecimenLaunch<'_> {
     /// Evaluates the divergence of every token, and its gradient.
     pub(crate) fn distil(&self, distillation: &Distillation, logits: &FloatArray<Ix3>) -> Candidate {
-        let shape = (self.shape.batch, self.shape.tokens);
-        let high = HighEntropy::new(self, &Array2::from_elem(shape, None));
-        let sequences = self.sequences();
-        let weights = SequenceWeights::new(self, &sequences, &high, 0);
-        let (mut loss, mut token_loss) = (0.0, Array2::<f32>::zeros(shape));
-        let mut gradient = FloatArray::zeros((shape.0, shape.1, self.shape.vocab), logits.dtype());
-        for sequence in &sequences {
-            for at in sequence.places().filter(|&(b, t)| self.counts(b, t)) {
-                let weight = weights.rows[sequence.index];
-                let [factor, _] = self.corrections.factors[at];
-                let (value, slopes) = self.distil_token(distillation, logits, at);
-                token_loss[at] = (factor.value * value) as f32;
-                loss += weight * factor.value * value;
-                let row: Vec<f64> = slopes.into_iter().map(|slope| weight * factor.gradient * slope).collect();
-                gradient.set_row(at.0, at.1, &row);
-            }
+        let shape = (self.shape.batch, self.shape.tokens, self.shape.vocab);
+        let distilled = self.distil_rows(distillation, |(b, t)| logits.row(b, t));
+        let mut gradient = FloatArray::zeros(shape, logits.dtype());
+        for ((b, t), row) in &distilled.dlogits {
+            gradient.set_row(*b, *t, row);
         }
         Candidate {
-            loss: Some(arr0(loss as f32).into()),
+            loss: Some(arr0(distilled.loss as f32).into()),
             logp: None,
             logp_of_others: None,
             entropy: None,
-            token_loss: Some(token_loss.into()),
+            token_loss: Some(distilled.token_loss.into()),
             gradient,
             metrics: None,
         }
     }
 
-    /// Returns the divergence of one token and its derivatives by the student's logits.
-    fn distil_token(
+    /// Evaluates the divergence of every token, whose logits are `row`, and its gradient.
+    pub(crate) fn distil_rows(
         &self,
         distillation: &Distillation,
-        logits: &FloatArray<Ix3>,
-        at: (usize, usize),
-    ) -> (f64, Vec<f64>) {
+        row: impl Fn((usize, usize)) -> Vec<f64>,
+    ) -> DistilledTokens {
+        let shape = (self.shape.batch, self.shape.tokens);
+        let high = HighEntropy::new(self, &Array2::from_elem(shape, None));
+        let sequences = self.sequences();
+        let weights = SequenceWeights::new(self, &sequences, &high, 0);
+        let mut all = DistilledTokens { loss: 0.0, token_loss: Array2::zeros(shape), dlogits: HashMap::new() };
+        for sequence in &sequences {
+            for at in sequence.places().filter(|&(b, t)| self.counts(b, t)) {
+                let weight = weights.rows[sequence.index];
+                let [factor, _] = self.corrections.factors[at];
+                let (value, slopes) = self.distil_token(distillation, row(at), at);
+                all.token_loss[at] = (factor.value * value) as f32;
+                all.loss += weight * factor.value * value;
+                all.dlogits.insert(at, slopes.into_iter().map(|slope| weight * factor.gradient * slope).collect());
+            }
+        }
+        all
+    }
+
+    /// Returns the divergence of one token and its derivatives by the student's logits.
+    fn distil_token(&self, distillation: &Distillation, logits: Vec<f64>, at: (usize, usize)) -> (f64, Vec<f64>) {
         let narrow = |row: Vec<f64>| -> Vec<f32> { row.into_iter().map(|x| x as f32).collect() };
         let temperature = self.tokens.temperature(self.spec, at);
         let rate = (1.0 / temperature) as f32;
@@ -168,7 +184,7 @@ impl SpecimenLaunch<'_> {
         if self.has(Bug::DistillationBetaExchanged) {
             beta = 1.0 - beta;
         }
-        let mut x = narrow(logits.row(at.0, at.1));
+        let mut x = narrow(logits);
         let y = narrow(teacher.floats().row(of_teacher.0, of_teacher.1));
         let has_logits = matches!(teacher, Teacher::Logits(_));
         if self.has(Bug::DistillationColumnDropped) && has_logits && x.len() > 1 {
@@ -263,24 +279,28 @@ impl SpecimenLaunch<'_> {
 
     /// Pairs the probabilities of a teacher's entries, and of the tail if there is one.
     fn bins_of_top(&self, rest: TopKRest, student: &TwinSoftmax, ids: &[usize], logp: &[f32]) -> Vec<TwinBin> {
-        let inside: f64 = ids.iter().map(|&id| student.probability(id)).sum();
         let given: f64 = logp.iter().map(|logp| f64::from(*logp).exp()).sum();
-        let (of_student, of_teacher) = match rest {
-            TopKRest::Renormalized if self.has(Bug::DistillationStudentNotRenormalized) => (1.0, given),
-            TopKRest::Renormalized => (inside, given),
-            TopKRest::Tail | TopKRest::Ignored => (1.0, 1.0),
-        };
-        let bin = |(&id, &logp): (&usize, &f32)| {
-            let (p, q) = (student.probability(id) / of_student, f64::from(logp).exp() / of_teacher);
+        let of_teacher = if rest == TopKRest::Renormalized { given } else { 1.0 };
+        // Renormalised by exponents, as the probabilities of all entries may underflow.
+        let gaps: Vec<f32> = ids.iter().map(|&id| student.gaps[id]).collect();
+        let is_renormalized = rest == TopKRest::Renormalized && !self.has(Bug::DistillationStudentNotRenormalized);
+        let among_entries = is_renormalized.then(|| TwinSoftmax::new(&gaps, 1.0));
+        let bin = |(k, (&id, &logp)): (usize, (&usize, &f32))| {
+            let (softmax, at) = among_entries.as_ref().map_or((student, id), |among| (among, k));
+            let q = f64::from(logp).exp() / of_teacher;
             let both_lack = student.gaps[id] == f32::NEG_INFINITY && logp == f32::NEG_INFINITY;
-            let delta = (student.logp(id) - of_student.ln()) - (f64::from(logp) - of_teacher.ln());
-            TwinBin { p, q, delta: if both_lack { 0.0 } else { delta } }
+            let delta = softmax.logp(at) - (f64::from(logp) - of_teacher.ln());
+            TwinBin { p: softmax.probability(at), q, delta: if both_lack { 0.0 } else { delta } }
         };
-        let mut bins: Vec<TwinBin> = ids.iter().zip(logp).map(bin).collect();
+        let mut bins: Vec<TwinBin> = ids.iter().zip(logp).enumerate().map(bin).collect();
         if rest == TopKRest::Tail {
-            let others = (0..student.gaps.len()).filter(|j| !ids.contains(j));
-            let (p, q) = (others.map(|j| student.probability(j)).sum::<f64>(), (1.0 - given).max(0.0));
-            bins.push(TwinBin { p, q, delta: if p == 0.0 && q == 0.0 { 0.0 } else { p.ln() - q.ln() } });
+            let others = || (0..student.gaps.len()).filter(|j| !ids.contains(j));
+            let (p, q) = (others().map(|j| student.probability(j)).sum::<f64>(), (1.0 - given).max(0.0));
+            // By the largest gap of the others, as their probabilities may underflow.
+            let most = others().map(|j| student.gaps[j]).fold(f32::NEG_INFINITY, f32::max);
+            let sum: f64 = others().map(|j| f64::from((student.gaps[j] - most).exp())).sum();
+            let logp = if most == f32::NEG_INFINITY { p.ln() } else { f64::from(most) + (sum / student.sum).ln() };
+            bins.push(TwinBin { p, q, delta: if logp == f64::NEG_INFINITY && q == 0.0 { 0.0 } else { logp - q.ln() } });
         }
         bins
     }

@@ -20,6 +20,7 @@ use ndarray::{Array2, ArrayView2, Axis, CowArray, Ix2, arr0, concatenate, s};
 use rayon::prelude::*;
 
 use crate::bank::Bug;
+use crate::distillation::DistilledTokens;
 use crate::launch::{SimulatedMesh, SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, TILE, part};
 use crate::loss;
 use crate::rounding::to_tf32;
@@ -28,7 +29,7 @@ use assay_core::implementation::{Implementation, RunError, Unavailable, Unsuppor
 use assay_core::problem::{
     Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Projection,
 };
-use assay_core::spec::LossSpec;
+use assay_core::spec::{Distillation, LossSpec};
 
 /// Number of tokens in a chunk: few enough that a batch of the suite has many chunks, and a last one that is not full.
 const CHUNK: usize = 5;
@@ -163,8 +164,12 @@ impl<'l> SpecimenHead<'l> {
         let HeadShape { batch, tokens, hidden: width, vocab } = self.shape;
         let (scored, logits) = self.forward();
         let evaluation = loss::evaluate(&self.launch, scored);
-        let (dhidden, dlm_head) = self.backward(&evaluation, &logits);
-        let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
+        let distilled = self.launch.spec.as_distillation().map(|distillation| self.distil(distillation, &logits));
+        let (dhidden, dlm_head) = self.backward(&evaluation, &logits, distilled.as_ref());
+        let (mut loss, [mut logp, mut entropy, mut token_loss]) = (evaluation.loss, evaluation.per_token().map(Some));
+        if let Some(distilled) = distilled {
+            (loss, logp, entropy, token_loss) = (distilled.loss, None, None, Some(distilled.token_loss.into()));
+        }
         let dhidden = dhidden.into_shape_with_order((batch, tokens, width)).expect("dense");
         // The kernel computes `[H,V]`. The other layout is its transpose, in memory of its own; the mutant gives the
         // same numbers another shape.
@@ -176,7 +181,7 @@ impl<'l> SpecimenHead<'l> {
             HeadLayout::VocabByHidden => dlm_head.reversed_axes().as_standard_layout().into_owned(),
         };
         HeadCandidate {
-            loss: Some(arr0(evaluation.loss as f32).into()),
+            loss: Some(arr0(loss as f32).into()),
             gradient: HeadGradient {
                 dhidden: FloatArray::rounded_from(&dhidden, self.dtype()),
                 dlm_head: dlm_head.into(),
@@ -188,6 +193,19 @@ impl<'l> SpecimenHead<'l> {
             token_loss,
             metrics: None,
         }
+    }
+
+    /// Evaluates the divergence of each token from its teacher, of the logits of the forward pass.
+    fn distil(&self, distillation: &Distillation, logits: &ChunkLogits) -> DistilledTokens {
+        let vocab = self.shape.vocab;
+        let row = |place: SequencePlace| {
+            let found = logits.iter().find_map(|(places, logits)| {
+                let i = places.iter().position(|other| *other == place)?;
+                Some(logits[i * vocab..][..vocab].iter().map(|x| f64::from(*x)).collect())
+            });
+            found.expect("every token that counts is in a chunk")
+        };
+        self.launch.distil_rows(distillation, row)
     }
 
     /// Returns the dtype of hidden states and head.
@@ -260,7 +278,12 @@ impl<'l> SpecimenHead<'l> {
     }
 
     /// Computes `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
-    fn backward(&self, evaluation: &SpecimenEvaluation, logits: &ChunkLogits) -> (Array2<f64>, Array2<f32>) {
+    fn backward(
+        &self,
+        evaluation: &SpecimenEvaluation,
+        logits: &ChunkLogits,
+        distilled: Option<&DistilledTokens>,
+    ) -> (Array2<f64>, Array2<f32>) {
         let mut dhidden = Array2::zeros(self.hidden.dim());
         // None until something is added: an array of the head's size is gigabytes.
         let mut dlm_head: Option<Array2<f32>> = None;
@@ -279,7 +302,10 @@ impl<'l> SpecimenHead<'l> {
                 let rounds = !self.has(Bug::LogitsNotRoundedInBackward);
                 let kept = logits.get(places).filter(|_| rounds).cloned();
                 let logits = kept.unwrap_or_else(|| self.logits(&hidden, rounds));
-                let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
+                let dlogits = match distilled {
+                    Some(distilled) => self.dlogits_of(distilled, places),
+                    None => self.dlogits(logits.clone(), places, before, evaluation),
+                };
                 let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
                 // `dhidden` of the chunk's tokens is complete.
                 for (row, &(b, t)) in self.dhidden(&multiplied).rows().into_iter().zip(places) {
@@ -370,6 +396,13 @@ impl<'l> SpecimenHead<'l> {
             dlogits.mapv_inplace(|x| self.dtype().round(x));
         }
         dlogits
+    }
+
+    /// Gathers the dlogits of a chunk's divergences, `[n,V]`.
+    fn dlogits_of(&self, distilled: &DistilledTokens, places: &[SequencePlace]) -> Array2<f64> {
+        let dtype = if self.has(Bug::DlogitsRounded) { self.dtype() } else { Dtype::F32 };
+        let dlogits = places.iter().flat_map(|place| &distilled.dlogits[place]).map(|x| dtype.round(*x)).collect();
+        Array2::from_shape_vec((places.len(), self.shape.vocab), dlogits).expect("V elements a row")
     }
 
     fn rows_of(&self, chunk: Vec<f32>) -> Array2<f64> {

@@ -146,6 +146,9 @@ impl<'p> HeadReference<'p> {
                     || reference.grad_kl_logp(token, &token.branch) != 0.0
                     || reference.others(token).iter().any(|other| other.grad_logp != 0.0)
                     || token.grad_entropy != 0.0
+                    || token.row_term.by_log_sum_exp != 0.0
+                    || token.row_term.by_mean != 0.0
+                    || reference.divergence(token).is_some()
             })
         };
         for columns in self.column_chunks() {

@@ -8,7 +8,7 @@ use ndarray::{Array2, Ix2, Ix3};
 use serde::{Deserialize, Serialize};
 
 use super::{Dtype, FloatArray, FloatView, Problem, ProblemError, Shape, Tokens};
-use crate::spec::{LossSpec, SpecError};
+use crate::spec::LossSpec;
 
 /// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
 ///
@@ -127,11 +127,6 @@ impl ProjectionView<'_> {
         if lm_head.dtype() != hidden.dtype() {
             let (given, expected) = (lm_head.dtype(), hidden.dtype());
             return Err(ProblemError::Dtype { field: "lm_head", given, expected, like: "hidden" });
-        }
-        // A teacher is given as logits, which a head's student does not have.
-        if spec.reads_teacher() {
-            let expected = "another objective with an LM head";
-            return Err(SpecError { field: "objective", given: "distillation".into(), expected }.into());
         }
         tokens.check(spec, shape.logits())?;
         Ok(shape)

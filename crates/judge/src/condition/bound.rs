@@ -14,7 +14,7 @@ pub(crate) struct ErrorBound {
 
 impl ErrorBound {
     /// Adds an error that nothing multiplies.
-    pub(super) fn plus_floor(self, floor: f64) -> Self {
+    pub(crate) fn plus_floor(self, floor: f64) -> Self {
         Self { floor: self.floor + floor, ..self }
     }
 

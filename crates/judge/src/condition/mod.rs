@@ -264,7 +264,7 @@ impl Condition {
             ErrorBound { scale: scale + response.scale, ..response }.finite_or_zero()
         };
         // A divergence has no log-probability to respond to.
-        let divergence = DivergenceCondition::new(reference, token, bands);
+        let divergence = DivergenceCondition::new(reference, token, &errors, bands);
         let token_loss = match &divergence {
             Some(of) => times_weight(of.value, inputs.policy_weight),
             None => token_loss,

@@ -1,6 +1,6 @@
 //! [`HeadRecipe`]: a recipe for a problem whose logits are the product of hidden states and an LM head.
 
-use ndarray::Array2;
+use ndarray::{Array2, Ix3};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::regime::{Regime, far_column};
 use super::tokens::{CountedTokens, draw_id, put_garbage_under_the_mask, within_support};
 use super::{Recipe, RecipeError};
-use assay_core::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape, Projection};
+use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape, Projection, Teacher};
 use assay_core::spec::LossSpec;
 
 /// A recipe for a [`HeadProblem`]: hidden states and a head whose product has approximately the regime's logits.
@@ -87,6 +87,9 @@ impl HeadRecipe {
         let logits = hidden.dot(&columns.t()).as_standard_layout().into_owned();
         let logits = logits.into_shape_with_order((batch, tokens, vocab)).expect("dense");
         let mut problem = recipe.around_logits(spec, tokens_that_count, rng, FloatArray::F64(logits), &sampled)?;
+        if let Some(Teacher::Logits(logits)) = &mut problem.extra.teacher {
+            *logits = as_exact_product(logits, recipe.dtype, rounds_logits);
+        }
 
         let lm_head = match layout {
             HeadLayout::HiddenByVocab => columns.reversed_axes().as_standard_layout().into_owned(),
@@ -103,6 +106,23 @@ impl HeadRecipe {
         let lm_head = FloatArray::rounded_from(&lm_head, recipe.dtype);
         Ok(problem.with_logits(Projection { hidden, lm_head, layout, rounds_logits }))
     }
+}
+
+/// Makes a teacher's logits the sums of two numbers of a dtype, the second times a power of two: what a product of hidden states with two
+/// numbers each and a head with two columns a token is, in any order and with no rounding. Rounded logits are the first number alone.
+fn as_exact_product(logits: &FloatArray<Ix3>, dtype: Dtype, rounds_logits: bool) -> FloatArray<Ix3> {
+    // What is left of a number after rounding, to that number.
+    let scale = match dtype {
+        Dtype::Bf16 => 1.0 / 256.0,
+        Dtype::F16 => 1.0 / 2048.0,
+        Dtype::F32 | Dtype::F64 => 1.0,
+    };
+    let sum = |x: f64| {
+        let high = dtype.round(x);
+        let has_low = !rounds_logits && high.is_finite();
+        high + if has_low { dtype.round((x - high) / scale) * scale } else { 0.0 }
+    };
+    FloatArray::rounded_from(&logits.to_f64().mapv_into(sum), Dtype::F32)
 }
 
 /// Draws hidden states `[N,H]` and columns of a head `[V,H]` whose products are logits of `regime`.

@@ -10,6 +10,7 @@ use super::token::JudgedToken;
 use crate::U;
 use crate::column_bounds::{ColumnErrors, DlogitsCondition};
 use crate::condition::{BranchAlternative, ErrorBound};
+use crate::distillation;
 use crate::gate::Output;
 use crate::metric::Tally;
 use crate::tolerance::Limits;
@@ -107,7 +108,7 @@ impl BranchDlogits<'_> {
         columns: &TokenColumns,
     ) -> (Vec<f64>, ColumnErrors) {
         if let Some(divergence) = &token.condition.divergence {
-            let weight = token.token.weight * token.token.inputs.policy_weight;
+            let weight = distillation::weight_of(token.token);
             let bounds = ColumnErrors::new(divergence.columns(reference, token.token, columns, weight));
             return (reference.dlogits_of(columns, token.token, self.grads), bounds);
         }

@@ -138,7 +138,7 @@ impl DlogitsErrors {
 pub(super) struct ProductErrors {
     /// Whether a dlogit may overflow the dtype of the products.
     pub(super) overflow: bool,
-    /// The relative error of the token's gradient from its mean gap, if there is an entropy bonus.
+    /// The relative error of the token's gradient, as [`relative_error`] has it.
     pub(super) relative: f64,
 }
 
@@ -156,13 +156,23 @@ pub(super) fn token_product_errors(
         // largest number of the dtype.
         (0..row.exact.len()).any(|v| !dtype.round(2.0 * (row.exact[v].abs() + row.before_rounding(v))).is_finite())
     };
-    let errors = |token: &JudgedToken| {
-        let has_bonus = token.token.grad_entropy != 0.0;
-        let mean_gap = token.token.entropy_softmax.stats.mean_gap;
-        ProductErrors {
-            overflow: reference.column_chunks().any(|columns| overflows(token, columns)),
-            relative: if has_bonus { limits.kappa(Output::Dlogits) * U * (1.0 + mean_gap) } else { 0.0 },
-        }
+    let errors = |token: &JudgedToken| ProductErrors {
+        overflow: reference.column_chunks().any(|columns| overflows(token, columns)),
+        relative: relative_error(on_logits, token, limits.kappa(Output::Dlogits) * U),
     };
     tokens.par_iter().map(errors).collect()
+}
+
+/// Bounds the error that all dlogits of a token share as a factor, with `κ·u` as `kappa`: that of the mean gap if there is an entropy bonus,
+/// and of a divergence that of a sum of exponentials.
+fn relative_error(reference: &Reference, token: &JudgedToken, kappa: f64) -> f64 {
+    let divergence = token.condition.divergence.as_ref().zip(reference.divergence(token.token));
+    match divergence {
+        Some((condition, divergence)) if !condition.loses_tail => {
+            let of_sum = condition.of_all_columns(divergence, 1.0).1;
+            kappa * of_sum.scale + of_sum.floor
+        }
+        _ if token.token.grad_entropy != 0.0 => kappa * (1.0 + token.token.entropy_softmax.stats.mean_gap),
+        _ => 0.0,
+    }
 }

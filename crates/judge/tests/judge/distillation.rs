@@ -10,7 +10,7 @@ use ndarray::{Array2, Array3, arr0};
 
 /// A small change of the textbook kernel, by which it is wrong; but for the last, which is honest.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Wrong {
+pub(crate) enum Wrong {
     /// The last vocabulary entry is left out of every sum.
     ColumnDropped,
     /// Student and teacher are exchanged.
@@ -182,7 +182,7 @@ fn top_divergence(rest: TopKRest, beta: f32, lp: &[f32], lq: &[f32], wrong: Opti
 }
 
 /// The mean over tokens, in f32.
-fn textbook(spec: &LossSpec, problem: &Problem, wrong: Option<Wrong>) -> Candidate {
+pub(crate) fn textbook(spec: &LossSpec, problem: &Problem, wrong: Option<Wrong>) -> Candidate {
     let Shape { batch, tokens, vocab } = problem.shape();
     let count = problem.mask.iter().filter(|counts| **counts).count() as f32;
     let mut token_loss = Array2::<f32>::zeros((batch, tokens));
@@ -229,7 +229,7 @@ const K: usize = 8;
 const RESTS: [Option<TopKRest>; 4] =
     [None, Some(TopKRest::Tail), Some(TopKRest::Renormalized), Some(TopKRest::Ignored)];
 
-fn specs() -> impl Iterator<Item = LossSpec> {
+pub(crate) fn specs() -> impl Iterator<Item = LossSpec> {
     let all = KINDS.into_iter().flat_map(|kind| RESTS.map(|rest| (kind, rest)));
     all.zip([1.0, 0.7, 2.0].into_iter().cycle()).map(|(((kind, beta), rest), temperature)| {
         let squared = temperature == 2.0;

@@ -7,6 +7,7 @@ mod entropy_quantile;
 mod entropy_sums;
 mod error_map;
 mod false_passes;
+mod head_distillation;
 mod invariance;
 mod kept;
 mod lane_kernel;
