@@ -96,6 +96,12 @@ def student_not_renormalized(student: Any, logp: Any, ids: Any) -> Any:
     return (lq.exp() * (lq - lp.gather(-1, ids))).sum(-1)
 
 
+@wrong(KIND, r"bf16 only", campaign=CAMPAIGN, lm_head=True, dtypes=["f32", "bf16"])
+def teacher_product_in_16_bits(hidden: Any, head: Any, teacher_hidden: Any, teacher_head: Any) -> Any:
+    """The teacher's logits are rounded to the dtype of its hidden states, and the student's are not."""
+    return forward_kl(F.linear(hidden.float(), head.float()), F.linear(teacher_hidden, teacher_head))
+
+
 # Honest ones.
 
 
@@ -117,6 +123,17 @@ def in_chunks(student: Any, teacher: Any) -> Any:
     """Sums of chunks of tokens, whose graph is made again in the backward pass."""
     parts = [checkpoint(half, x, y, use_reentrant=False) for x, y in zip(student.split(5), teacher.split(5), strict=True)]
     return torch.cat(parts).sum()
+
+
+def of_heads(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A divergence of the logits of hidden states and heads, the teacher's too unless that is a few entries."""
+
+    def of_hidden(hidden: Any, head: Any, *teacher: Any) -> Any:
+        if teacher[1].ndim == 2:
+            teacher = (F.linear(teacher[0].float(), teacher[1].float()),)
+        return fn(F.linear(hidden.float(), head.float()), *teacher)
+
+    return of_hidden
 
 
 def of_top(rest: str) -> Callable[..., Any]:
@@ -152,6 +169,11 @@ FORMS = [
     HonestForm("divergence, half", half, CAMPAIGN, {"kind": "jensen_shannon"}),
     HonestForm("divergence in chunks", in_chunks, CAMPAIGN, {"kind": "jensen_shannon", "reduction": "sum"}),
     HonestForm("divergence, compiled", compiled, CAMPAIGN, {"shapes": "few", "dtypes": ["f32"]}),
+    HonestForm("divergence of heads, forward", of_heads(forward_kl), CAMPAIGN, {"lm_head": True}),
+    HonestForm("divergence of heads, reverse", of_heads(reverse_kl), CAMPAIGN, {"lm_head": True, "kind": "reverse_kl", "layout": "hv"}),
+    HonestForm("divergence of heads, mean", of_heads(mean), CAMPAIGN, {"lm_head": True, "reduction": "mean"}),
+    HonestForm("divergence of heads, half", of_heads(half), CAMPAIGN, {"lm_head": True, "kind": "jensen_shannon"}),
+    HonestForm("divergence of a head, tail", of_heads(of_top("tail")), CAMPAIGN, {"lm_head": True, "teacher_top_k": 5, "rest": "tail"}),
     *(HonestForm(f"divergence, {rest}", of_top(rest), CAMPAIGN, {"teacher_top_k": 5, "rest": rest}) for rest in ("tail", "renormalized", "ignored")),
 ]
 

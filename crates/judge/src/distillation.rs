@@ -16,7 +16,7 @@
 //! `R_P` and another part of `E`, in the floors of both grades: a softmax of other logits is a softmax, whose probabilities sum up to 1.
 
 use super::U;
-use super::condition::{Bands, ErrorBound, FLUSHED, LogitErrors, lane_sum_error_of};
+use super::condition::{Bands, ErrorBound, FLUSHED, LogitErrors, cotangent_sum_error_of, lane_sum_error_of};
 use super::tolerance::Grade;
 use assay_core::spec::TopKRest;
 use assay_reference::{DivergenceBin, Reference, Softmax, Token, TokenColumns, TokenDivergence};
@@ -31,7 +31,7 @@ struct BinErrors {
     /// The movement of the student's log-probability by an error that the log-probabilities of all entries share: 1, and of a tail as much
     /// more as the entries have more probability.
     lever: f64,
-    /// The movement `g` of the student's log-probability by the errors of its logits, nats.
+    /// The movement `g` of the student's log-probability by the errors of its logits, nats; of a tail by those of a sum of its own too.
     of_logits: f64,
 }
 
@@ -53,6 +53,8 @@ pub(crate) struct DivergenceCondition {
     shared: [f64; 2],
     /// The errors of the student's logits, in nats of the exponent.
     logits: ExponentErrors,
+    /// The movement of the last bin's log-probability, which is that of the tail if there is one.
+    of_tail: f64,
     /// The movement of the mean slope by the errors of the student's logits.
     mean_of_logits: f64,
     /// Whether the divergence is a sum over some entries, whose probabilities do not sum up to 1.
@@ -140,10 +142,12 @@ impl DivergenceCondition {
                 return 0.0;
             }
             let row = row();
-            if row.iter().all(|p| p.is_finite()) { lane_sum_error_of(&row) } else { 0.0 }
+            // A row that underflows has no sum.
+            let has_sum = row.iter().all(|p| p.is_finite()) && row.iter().any(|p| *p > 0.0);
+            if has_sum { lane_sum_error_of(&row) } else { 0.0 }
         };
         // A student's log-probabilities of a teacher's entries are of a sum over the whole vocabulary; renormalised, they forget it.
-        let whole = || {
+        let whole = || -> Vec<f64> {
             let (b, t) = token.at;
             let probability = |x: &f64| token.logp_softmax.stats.probability(x / divergence.temperature);
             reference.problem().logits.row(b, t).iter().map(probability).collect()
@@ -154,6 +158,17 @@ impl DivergenceCondition {
             if has_own { 0.0 } else { in_lanes(&|| of_bins(|bin| bin.teacher)) },
         ];
         let shared = [shared[0] + lanes[0], shared[1] + lanes[1]];
+
+        // A tail may be a sum of its own, of the other entries.
+        if divergence.rest() == Some(TopKRest::Tail)
+            && let Some(tail) = errors.last_mut()
+        {
+            let others = || {
+                let all = whole().into_iter().enumerate();
+                all.filter(|(j, _)| divergence.bin_of(*j) == Some(bins.len() - 1)).map(|(_, p)| p).collect()
+            };
+            tail.of_logits += in_lanes(&others);
+        }
 
         let loses_tail = divergence.rest() == Some(TopKRest::Tail) && {
             let (tail, errors) = (bins.last(), errors.last().copied().unwrap_or_default());
@@ -172,6 +187,7 @@ impl DivergenceCondition {
             through_tail: (0.0, ErrorBound::default()),
             shared,
             logits,
+            of_tail: errors.last().map_or(0.0, |errors| errors.of_logits),
             mean_of_logits: 0.0,
             of_some: divergence.rest() == Some(TopKRest::Ignored),
             grade: bands.grade,
@@ -192,6 +208,9 @@ impl DivergenceCondition {
             all.mean_of_logits += times(bin.student, apart * errors.of_logits);
         }
         all.mean.floor += all.mean_of_logits;
+        if bands.lanes && divergence.rest() == Some(TopKRest::Tail) && !loses_tail {
+            all.mean.floor += all.cotangent_sum_error(divergence, &bins, &whole());
+        }
         // Every probability may be flushed, and is multiplied by a logarithm.
         let log_ratios = bins.iter().map(|bin| if bin.log_ratio.is_finite() { bin.log_ratio.abs() } else { 0.0 });
         let flushed = (bins.len() as f64 + log_ratios.sum::<f64>() + 1.0) * FLUSHED;
@@ -214,6 +233,25 @@ impl DivergenceCondition {
 
     fn is_standard(&self) -> bool {
         self.grade == Grade::Standard
+    }
+
+    /// Bounds the error of the sum of all cotangents of log-probabilities, `P·G` of the teacher's entries and of each other entry its share of
+    /// the tail's: automatic differentiation multiplies every probability by it. An entry's may be thousands of times as large as what
+    /// its lane adds after it.
+    fn cotangent_sum_error(&self, divergence: &TokenDivergence, bins: &[DivergenceBin], p: &[f64]) -> f64 {
+        let beta = divergence.teacher_weight;
+        let of_bin = |bin: &DivergenceBin| match beta {
+            0.0 => bin.teacher,
+            _ => times(bin.student, finite(bin.slope(beta)) + 1.0),
+        };
+        let (last, of_bins) = (bins.len() - 1, bins.iter().map(of_bin).collect::<Vec<f64>>());
+        let of_entry = |(j, p): (usize, &f64)| match divergence.bin_of(j) {
+            Some(k) if k < last => of_bins[k],
+            _ => of_bins[last] * times(*p, 1.0 / bins[last].student),
+        };
+        let row: Vec<f64> = p.iter().enumerate().map(of_entry).collect();
+        let size: f64 = of_bins.iter().sum();
+        size * cotangent_sum_error_of(|factor| row.iter().map(move |term| (factor * term) as f32))
     }
 
     /// Bounds a bin's term of the divergence.
@@ -416,7 +454,7 @@ impl DivergenceCondition {
             let adds_up = self.is_standard() || divergence.rest() == Some(TopKRest::Ignored);
             let again = if is_all { 0.0 } else { relative + finite(bin.log_ratio) };
             // The tail's probability is off by no more than that of its entries.
-            let of_logits = p * moved + if is_all { 0.0 } else { share * (moved + self.of_tail()) };
+            let of_logits = p * moved + if is_all { 0.0 } else { share * (moved + self.of_tail) };
             return ErrorBound {
                 scale: p * relative + share * (slope.scale + again) + if adds_up { p + at_mean.scale } else { 0.0 },
                 floor: p * of_student + share * slope.floor + at_mean.floor + of_logits,
@@ -427,11 +465,6 @@ impl DivergenceCondition {
             scale: p * (apart * relative + slope.scale + finite(mean)) + at_mean.scale,
             floor: p * (apart * (of_student + moved) + slope.floor) + at_mean.floor,
         }
-    }
-
-    /// Returns the movement of a tail's log-probability by the errors of logits; 0 if logits are given.
-    fn of_tail(&self) -> f64 {
-        self.logits.of_bins.last().copied().unwrap_or(0.0)
     }
 
     /// Returns the factor of `p` in the errors that all dlogits of a token share, in proportion to their probabilities: those of the mean

@@ -1,6 +1,6 @@
 //! Divergences from a teacher before the judge: textbook kernels pass in every regime, and wrong ones do not.
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape, Teacher};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape, Teacher, TeacherTopK};
 use assay_core::spec::{Distillation, DistillationKind, LossSpec, TopKRest};
 use assay_judge::generate::{Recipe, Regime, TeacherRegime};
 use assay_judge::judge::Verdict;
@@ -41,6 +41,20 @@ fn sum(values: &[f32]) -> f32 {
 fn log_sum_exp(z: &[f32]) -> f32 {
     let most = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     most + sum(&z.iter().map(|z| (z - most).exp()).collect::<Vec<_>>()).ln()
+}
+
+/// The largest of `z`, and the logarithm of the sum of exponentials below it, added in 8 lanes.
+fn log_sum_in_lanes(z: &[f32]) -> [f32; 2] {
+    let most = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    [most, sum_in_lanes(z.iter().map(|z| (z - most).exp())).ln()]
+}
+
+fn sum_in_lanes(terms: impl Iterator<Item = f32>) -> f32 {
+    let mut lanes = [0.0; 8];
+    for (j, term) in terms.enumerate() {
+        lanes[j % lanes.len()] += term;
+    }
+    sum(&lanes)
 }
 
 fn log_softmax(z: &[f32]) -> Vec<f32> {
@@ -99,10 +113,8 @@ fn token(
     }
     if wrong == Some(Wrong::SumInLanes) {
         let z: Vec<f32> = x.iter().map(|x| x / t).collect();
-        let most = z.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let lane = |first: usize| z[first..].iter().step_by(16).map(|z| (z - most).exp()).sum();
-        let lanes: Vec<f32> = (0..z.len().min(16)).map(lane).collect();
-        lp = z.iter().map(|z| z - most - sum(&lanes).ln()).collect();
+        let [most, log_sum] = log_sum_in_lanes(&z);
+        lp = z.iter().map(|z| z - most - log_sum).collect();
     }
     // The log-probabilities that are compared, and the vocabulary entries that they are of.
     let (value, by_logp): (f32, Vec<f32>) = match teacher {
@@ -128,12 +140,13 @@ fn token(
             };
             let mut by_logp = vec![0.0; lp.len()];
             let (value, slopes) = if (rest, wrong) == (TopKRest::Tail, Some(Wrong::SumInLanes)) {
-                // The tail is the sum of the other entries, all of which have the error of the lanes.
+                // The tail is a sum of the other entries, in lanes too.
                 let mut others = lp.clone();
                 for &id in &ids {
                     others[id] = f32::NEG_INFINITY;
                 }
-                let (of_student, of_teacher) = (log_sum_exp(&others), (-log_sum_exp(&given).exp_m1()).ln());
+                let (of_student, of_teacher) =
+                    (log_sum_in_lanes(&others).into_iter().sum::<f32>(), (-log_sum_exp(&given).exp_m1()).ln());
                 let (value, mut slopes) =
                     divergence(beta, &[&entries[..], &[of_student]].concat(), &[&given[..], &[of_teacher]].concat());
                 let of_tail = slopes.pop().unwrap();
@@ -147,7 +160,11 @@ fn token(
         }
     };
     // The backward pass of log_softmax.
-    let mean = if wrong == Some(Wrong::GradientNotCentred) { 0.0 } else { sum(&by_logp) };
+    let mean = match wrong {
+        Some(Wrong::GradientNotCentred) => 0.0,
+        Some(Wrong::SumInLanes) => sum_in_lanes(by_logp.iter().copied()),
+        _ => sum(&by_logp),
+    };
     let squared = distillation.temperature_squared && wrong != Some(Wrong::TemperatureNotSquared);
     let factor = if squared { t * t } else { 1.0 };
     let slope = |(l, g): (&f32, f32)| factor * (g - l.exp() * mean) / t;
@@ -282,6 +299,25 @@ fn distillation_of_entries_by_a_sum_in_lanes_passes() {
             let (_, failures) = judged(&spec, &recipe, Some(Wrong::SumInLanes));
             assert!(failures.is_empty(), "{}", failures[0]);
         }
+    }
+}
+
+/// The backward pass sums all cotangents too, of which the teacher's entries are the largest: what a lane adds after one of them is rounded
+/// at its size, and alike where all other entries are.
+#[test]
+fn distillation_of_a_tail_by_a_sum_of_cotangents_in_lanes_passes() {
+    for spec in specs().filter(|spec| spec.as_distillation().unwrap().rest == Some(TopKRest::Tail)) {
+        let recipe = recipe([1, 1, 262_144], Dtype::F32, Regime::Small, 0);
+        let mut problem = recipe.unmasked_problem(&spec).unwrap();
+        problem.logits = FloatArray::zeros((1, 1, 262_144), Dtype::F32);
+        let logp = FloatArray::F32(Array3::from_elem((1, 1, K), 0.1_f32.ln()));
+        let ids = Array3::from_shape_fn((1, 1, K), |(_, _, k)| k as i64);
+        problem.extra.teacher = Some(Teacher::TopK(TeacherTopK { logp, ids }));
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
+        let in_lanes = textbook(&spec, &problem, Some(Wrong::SumInLanes));
+        let judged = known.judge(in_lanes, &Limits::external(Grade::Standard)).unwrap();
+        let failures = known.failures(&judged, "textbook", &format!("{:?}", spec.objective));
+        assert!(failures.is_empty(), "{}", failures[0]);
     }
 }
 
