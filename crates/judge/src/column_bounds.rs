@@ -276,7 +276,7 @@ impl<'c> DlogitsCondition<'c> {
         let of = self.reference.divergence(self.token).expect("a divergence has a condition");
         // Nothing is known of a tail that is lost, and the errors of all columns are infinite.
         let of_all =
-            if divergence.loses_tail { ErrorBound::default() } else { divergence.of_all_columns(of, weight).0 };
+            if divergence.loses_tail { ErrorBound::default() } else { divergence.shared_by_columns(of, weight).0 };
         let common = ColumnErrors::in_proportion(of_all, p);
         let flushed = vec![2.0 * distillation::flushed(of, weight); p.len()];
         ColumnErrorParts { whole, common, of_ratio: ColumnErrors::zeros(p.len()), flushed }

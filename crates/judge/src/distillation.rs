@@ -472,7 +472,7 @@ impl DivergenceCondition {
     ///
     /// An error of the student's sum multiplies each `p(G − Ḡ)`, and with it every sum of them. One of the teacher's sum multiplies each
     /// `q = p − (p − q)`.
-    pub(crate) fn of_all_columns(&self, divergence: &TokenDivergence, weight: f64) -> (ErrorBound, ErrorBound) {
+    pub(crate) fn shared_by_columns(&self, divergence: &TokenDivergence, weight: f64) -> (ErrorBound, ErrorBound) {
         let factor = weight.abs() * divergence.factor / divergence.temperature;
         let of_sum = |softmax: &Softmax, floor: f64| ErrorBound { scale: 1.0 + finite(softmax.mean_gap), floor };
         let student = of_sum(&divergence.student, self.shared[0] + self.logits.of_sum);
@@ -489,7 +489,7 @@ impl DivergenceCondition {
 struct StudentColumn {
     /// The probability over the vocabulary.
     p: f64,
-    /// Its error.
+    /// The errors of that probability and of its logarithm.
     error: SoftmaxError,
     /// The movement of its log-probability by the errors of the logits.
     moved: f64,

@@ -111,7 +111,7 @@ impl HeadRecipe {
 /// Makes a teacher's logits the sums of two numbers of a dtype, the second times a power of two: what a product of hidden states with two
 /// numbers each and a head with two columns a token is, in any order and with no rounding. Rounded logits are the first number alone.
 fn as_exact_product(logits: &FloatArray<Ix3>, dtype: Dtype, rounds_logits: bool) -> FloatArray<Ix3> {
-    // What is left of a number after rounding, to that number.
+    // The ratio of a rounding error to the number that was rounded.
     let scale = match dtype {
         Dtype::Bf16 => 1.0 / 256.0,
         Dtype::F16 => 1.0 / 2048.0,

@@ -163,13 +163,13 @@ pub(super) fn token_product_errors(
     tokens.par_iter().map(errors).collect()
 }
 
-/// Bounds the error that all dlogits of a token share as a factor, with `κ·u` as `kappa`: that of the mean gap if there is an entropy bonus,
-/// and of a divergence that of a sum of exponentials.
+/// Bounds the error that all dlogits of a token share as a factor, with `κ·u` as `kappa`: that of the mean gap if there is an entropy
+/// bonus, and of a divergence that of a sum of exponentials.
 fn relative_error(reference: &Reference, token: &JudgedToken, kappa: f64) -> f64 {
     let divergence = token.condition.divergence.as_ref().zip(reference.divergence(token.token));
     match divergence {
         Some((condition, divergence)) if !condition.loses_tail => {
-            let of_sum = condition.of_all_columns(divergence, 1.0).1;
+            let of_sum = condition.shared_by_columns(divergence, 1.0).1;
             kappa * of_sum.scale + of_sum.floor
         }
         _ if token.token.grad_entropy != 0.0 => kappa * (1.0 + token.token.entropy_softmax.stats.mean_gap),
