@@ -209,7 +209,7 @@ impl DivergenceCondition {
         }
         all.mean.floor += all.mean_of_logits;
         if bands.lanes && divergence.rest() == Some(TopKRest::Tail) && !loses_tail {
-            all.mean.floor += all.cotangent_sum_error(divergence, &bins, &whole());
+            all.mean.floor += cotangent_sum_error(divergence, &bins, &whole());
         }
         // Every probability may be flushed, and is multiplied by a logarithm.
         let log_ratios = bins.iter().map(|bin| if bin.log_ratio.is_finite() { bin.log_ratio.abs() } else { 0.0 });
@@ -233,25 +233,6 @@ impl DivergenceCondition {
 
     fn is_standard(&self) -> bool {
         self.grade == Grade::Standard
-    }
-
-    /// Bounds the error of the sum of all cotangents of log-probabilities, `P·G` of the teacher's entries and of each other entry its share of
-    /// the tail's: automatic differentiation multiplies every probability by it. An entry's may be thousands of times as large as what
-    /// its lane adds after it.
-    fn cotangent_sum_error(&self, divergence: &TokenDivergence, bins: &[DivergenceBin], p: &[f64]) -> f64 {
-        let beta = divergence.teacher_weight;
-        let of_bin = |bin: &DivergenceBin| match beta {
-            0.0 => bin.teacher,
-            _ => times(bin.student, finite(bin.slope(beta)) + 1.0),
-        };
-        let (last, of_bins) = (bins.len() - 1, bins.iter().map(of_bin).collect::<Vec<f64>>());
-        let of_entry = |(j, p): (usize, &f64)| match divergence.bin_of(j) {
-            Some(k) if k < last => of_bins[k],
-            _ => of_bins[last] * times(*p, 1.0 / bins[last].student),
-        };
-        let row: Vec<f64> = p.iter().enumerate().map(of_entry).collect();
-        let size: f64 = of_bins.iter().sum();
-        size * cotangent_sum_error_of(|factor| row.iter().map(move |term| (factor * term) as f32))
     }
 
     /// Bounds a bin's term of the divergence.
@@ -493,6 +474,25 @@ struct StudentColumn {
     error: SoftmaxError,
     /// The movement of its log-probability by the errors of the logits.
     moved: f64,
+}
+
+/// Bounds the error of the sum of all cotangents of log-probabilities, `P·G` of the teacher's entries and of each other entry its share of
+/// the tail's: automatic differentiation multiplies every probability by it. An entry's may be thousands of times as large as what
+/// its lane adds after it.
+fn cotangent_sum_error(divergence: &TokenDivergence, bins: &[DivergenceBin], p: &[f64]) -> f64 {
+    let beta = divergence.teacher_weight;
+    let of_bin = |bin: &DivergenceBin| match beta {
+        0.0 => bin.teacher,
+        _ => times(bin.student, finite(bin.slope(beta)) + 1.0),
+    };
+    let (last, of_bins) = (bins.len() - 1, bins.iter().map(of_bin).collect::<Vec<f64>>());
+    let of_entry = |(j, p): (usize, &f64)| match divergence.bin_of(j) {
+        Some(k) if k < last => of_bins[k],
+        _ => of_bins[last] * times(*p, 1.0 / bins[last].student),
+    };
+    let row: Vec<f64> = p.iter().enumerate().map(of_entry).collect();
+    let size: f64 = of_bins.iter().sum();
+    size * cotangent_sum_error_of(|factor| row.iter().map(move |term| (factor * term) as f32))
 }
 
 /// Returns the factor of a token's divergence in the loss.
