@@ -305,7 +305,7 @@ fn distillation_of_entries_by_a_sum_in_lanes_passes() {
 /// The backward pass sums all cotangents too, of which the teacher's entries are the largest: what a lane adds after one of them is rounded
 /// at its size, and alike where all other entries are.
 #[test]
-fn distillation_of_a_tail_by_a_sum_of_cotangents_in_lanes_passes() {
+fn distillation_of_a_tail_with_cotangents_in_lanes_passes() {
     for spec in specs().filter(|spec| spec.as_distillation().unwrap().rest == Some(TopKRest::Tail)) {
         let recipe = recipe([1, 1, 262_144], Dtype::F32, Regime::Small, 0);
         let mut problem = recipe.unmasked_problem(&spec).unwrap();
