@@ -152,7 +152,7 @@ def test_divergence_of_heads_as_a_mean_passes() -> None:
 def test_divergence_of_heads_with_a_wrong_product_fails() -> None:
     # The teacher's logits are known to the last bit: a product that rounds to 11 bits shows.
     rounds = of_heads(lambda student, teacher, upstream: divergence(0.0)(student, teacher.astype(np.float32), upstream), np.float16)
-    report = assay.check_divergence(rounds, **{**HEADS, "regimes": ["normal"]})
+    report = assay.check_divergence(rounds, **{**HEADS, "regimes": ["normal"], "shapes": ["2x3x16x65"]})
     assert not report.passed
     # Shapes of four extents are of heads.
     report = assay.check_divergence(of_heads(divergence(1.0)), **{**HEADS, "lm_head": False, "shapes": ["2x3x16x65"], "regimes": ["normal"]})
@@ -242,7 +242,8 @@ def test_divergence_in_jax_passes() -> None:
         product = jax.lax.Precision.HIGHEST
         return reverse_kl(jnp.matmul(hidden, head.T, precision=product), jnp.matmul(states, other_head.T, precision=product))
 
-    options = {**options, "lm_head": True, "masked_garbage": False}
+    # One shape, as each is compiled.
+    options = {**options, "lm_head": True, "masked_garbage": False, "shapes": ["2x3x16x65"], "cases": 7}
     heads = assay.check_divergence(of_hidden, kind="reverse_kl", framework="jax", **options)
     assert heads.passed, str(heads)
     mean = assay.check_divergence(lambda *all: of_hidden(*all).mean(), kind="reverse_kl", reduction="mean", framework="jax", **options)
