@@ -1,4 +1,4 @@
-"""Campaigns for the divergence of a student from a teacher: a function of their logits, and the backward pass of its framework."""
+"""Campaigns for the divergence of a student from a teacher: a function of logits, or of hidden states and heads, and its backward pass."""
 
 from __future__ import annotations
 
@@ -62,13 +62,12 @@ def check_divergence(
         def fn(student_logits, teacher_logp, teacher_ids):       # [B,T,V], [B,T,K], [B,T,K] -> [B,T]
 
     With `lm_head` the student's logits are the product of hidden states and a head, and the gradients of both are judged; the teacher has
-    hidden states and a head of its own, of another width:
+    hidden states and a head of its own, mostly of another width:
 
         def fn(hidden, lm_head, teacher_hidden, teacher_lm_head):    # [B,T,H], [V,H], [B,T,G], [V,G] -> [B,T]
 
-    The product of the teacher's is exact in any order of summation: a hidden state has two numbers, and the head two columns for each
-    token, so that the teacher's logits are known to the last bit; logits that are rounded to 16 bits though `rounds_logits` is not set are
-    seen. With `teacher_top_k` the last two arguments are `teacher_logp` and `teacher_ids`.
+    The teacher's product is exact in any order of summation, as no sum in it has more than two terms that are not 0: its logits are known to
+    the last bit, and rounding them to 16 bits fails unless `rounds_logits` is set. With `teacher_top_k` the last two arguments are `teacher_logp` and `teacher_ids`.
 
     Teachers are independent of the student, near to it (by differences of 1e-3 and of one unit in the last place), sharper, flatter,
     without probability in a quarter of the entries, and far apart, by turns. For a mean or a sum the function is given the tokens that

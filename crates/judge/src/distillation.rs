@@ -16,7 +16,7 @@
 //! `R_P` and another part of `E`, in the floors of both grades: a softmax of other logits is a softmax, whose probabilities sum up to 1.
 
 use super::U;
-use super::condition::{Bands, ErrorBound, FLUSHED, LogitErrors, cotangent_sum_error_of, lane_sum_error_of};
+use super::condition::{Bands, ErrorBound, FLUSHED, LogitErrors, lane_sum_error_of, sum_error_at_any_scale};
 use super::tolerance::Grade;
 use assay_core::spec::TopKRest;
 use assay_reference::{DivergenceBin, Reference, Softmax, Token, TokenColumns, TokenDivergence};
@@ -172,8 +172,7 @@ impl DivergenceCondition {
 
         let loses_tail = divergence.rest() == Some(TopKRest::Tail) && {
             let (tail, errors) = (bins.last(), errors.last().copied().unwrap_or_default());
-            // A sum of probabilities in f32 may be flushed to 0.
-            let lost = |p: f64, error: f64| p < FLUSHED || bands.logp * U * error > LOST;
+            let lost = |p: f64, error: f64| p == 0.0 || bands.logp * U * error > LOST;
             let offset = shared[0] * errors.lever > LOST;
             offset
                 || tail
@@ -209,7 +208,7 @@ impl DivergenceCondition {
         }
         all.mean.floor += all.mean_of_logits;
         if bands.lanes && divergence.rest() == Some(TopKRest::Tail) && !loses_tail {
-            all.mean.floor += cotangent_sum_error(divergence, &bins, &whole());
+            all.mean.floor += tail_cotangent_error(divergence, &bins, &whole());
         }
         // Every probability may be flushed, and is multiplied by a logarithm.
         let log_ratios = bins.iter().map(|bin| if bin.log_ratio.is_finite() { bin.log_ratio.abs() } else { 0.0 });
@@ -434,7 +433,7 @@ impl DivergenceCondition {
             // The textbook multiplies p by the sum of the teacher's probabilities, which is 1; of some entries it is not.
             let adds_up = self.is_standard() || divergence.rest() == Some(TopKRest::Ignored);
             let again = if is_all { 0.0 } else { relative + finite(bin.log_ratio) };
-            // The tail's probability is off by no more than that of its entries.
+            // The share q·p/P moves with p and with P.
             let of_logits = p * moved + if is_all { 0.0 } else { share * (moved + self.of_tail) };
             return ErrorBound {
                 scale: p * relative + share * (slope.scale + again) + if adds_up { p + at_mean.scale } else { 0.0 },
@@ -476,10 +475,10 @@ struct StudentColumn {
     moved: f64,
 }
 
-/// Bounds the error of the sum of all cotangents of log-probabilities, `P·G` of the teacher's entries and of each other entry its share of
-/// the tail's: automatic differentiation multiplies every probability by it. An entry's may be thousands of times as large as what
-/// its lane adds after it.
-fn cotangent_sum_error(divergence: &TokenDivergence, bins: &[DivergenceBin], p: &[f64]) -> f64 {
+/// Bounds the error of the sum of all cotangents of log-probabilities with a tail, by which automatic differentiation multiplies every
+/// probability `p`, `[V]`. The teacher's entries have `P·G` each, and every other entry a share of the tail's. A lane rounds what it
+/// adds after one of the teacher's entries at the size of that entry, which may be thousands of times larger.
+fn tail_cotangent_error(divergence: &TokenDivergence, bins: &[DivergenceBin], p: &[f64]) -> f64 {
     let beta = divergence.teacher_weight;
     let of_bin = |bin: &DivergenceBin| match beta {
         0.0 => bin.teacher,
@@ -492,7 +491,7 @@ fn cotangent_sum_error(divergence: &TokenDivergence, bins: &[DivergenceBin], p: 
     };
     let row: Vec<f64> = p.iter().enumerate().map(of_entry).collect();
     let size: f64 = of_bins.iter().sum();
-    size * cotangent_sum_error_of(|factor| row.iter().map(move |term| (factor * term) as f32))
+    size * sum_error_at_any_scale(|factor| row.iter().map(move |term| (factor * term) as f32))
 }
 
 /// Returns the factor of a token's divergence in the loss.

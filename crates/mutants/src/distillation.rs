@@ -15,7 +15,7 @@ use assay_core::problem::{Candidate, FloatArray, Teacher};
 use assay_core::spec::{Distillation, TopKRest};
 use ndarray::Ix3;
 
-/// The divergences of a batch.
+/// The divergences of a batch: its loss, that of each token `[B,T]`, and dlogits.
 pub(crate) struct DistilledTokens {
     pub(crate) loss: f64,
     pub(crate) token_loss: Array2<f32>,
@@ -281,7 +281,7 @@ impl SpecimenLaunch<'_> {
     fn bins_of_top(&self, rest: TopKRest, student: &TwinSoftmax, ids: &[usize], logp: &[f32]) -> Vec<TwinBin> {
         let given: f64 = logp.iter().map(|logp| f64::from(*logp).exp()).sum();
         let of_teacher = if rest == TopKRest::Renormalized { given } else { 1.0 };
-        // Renormalised by exponents, as the probabilities of all entries may underflow.
+        // Exponents renormalise entries whose probabilities all underflow.
         let gaps: Vec<f32> = ids.iter().map(|&id| student.gaps[id]).collect();
         let is_renormalized = rest == TopKRest::Renormalized && !self.has(Bug::DistillationStudentNotRenormalized);
         let among_entries = is_renormalized.then(|| TwinSoftmax::new(&gaps, 1.0));
@@ -296,7 +296,7 @@ impl SpecimenLaunch<'_> {
         if rest == TopKRest::Tail {
             let others = || (0..student.gaps.len()).filter(|j| !ids.contains(j));
             let (p, q) = (others().map(|j| student.probability(j)).sum::<f64>(), (1.0 - given).max(0.0));
-            // By the largest gap of the others, as their probabilities may underflow.
+            // Exponents give the logarithm of a tail whose probabilities underflow.
             let most = others().map(|j| student.gaps[j]).fold(f32::NEG_INFINITY, f32::max);
             let sum: f64 = others().map(|j| f64::from((student.gaps[j] - most).exp())).sum();
             let logp = if most == f32::NEG_INFINITY { p.ln() } else { f64::from(most) + (sum / student.sum).ln() };

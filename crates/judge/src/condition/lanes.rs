@@ -123,21 +123,19 @@ const FACTORS: i32 = 16;
 pub(super) fn cotangent_sum_error(label_smoothing: f64, id: usize, vocab: usize) -> f64 {
     let each = label_smoothing / vocab as f64;
     let of_id = 1.0 - label_smoothing + each;
-    cotangent_sum_error_of(|factor| (0..vocab).map(move |j| (factor * if j == id { of_id } else { each }) as f32))
+    sum_error_at_any_scale(|factor| (0..vocab).map(move |j| (factor * if j == id { of_id } else { each }) as f32))
 }
 
-/// Bounds the relative error of the sum of cotangents of one sign, added in f32 in lanes, whatever the loss is multiplied by; `terms`
+/// Bounds the relative error of a sum of cotangents of one sign, added in f32 in lanes, whatever the loss is multiplied by; `terms`
 /// returns them times a factor.
-pub(crate) fn cotangent_sum_error_of<I: Iterator<Item = f32>>(terms: impl Fn(f64) -> I) -> f64 {
+pub(crate) fn sum_error_at_any_scale<I: Iterator<Item = f32>>(terms: impl Fn(f64) -> I) -> f64 {
     let error = |factor: i32, lanes: usize| {
         let factor = f64::exp2(f64::from(factor) / f64::from(FACTORS));
         let LaneErrors { sum, absorbed, independent, .. } = LaneErrors::walk(terms(factor), lanes);
         if sum == 0.0 { 0.0 } else { (absorbed + independent) / sum }
     };
-    LANES
-        .into_iter()
-        .flat_map(|lanes| (0..FACTORS).map(move |factor| (factor, lanes)))
-        .fold(0.0, |most: f64, (factor, lanes)| most.max(error(factor, lanes)))
+    let scales = LANES.into_iter().flat_map(|lanes| (0..FACTORS).map(move |factor| (factor, lanes)));
+    scales.map(|(factor, lanes)| error(factor, lanes)).fold(0.0, f64::max)
 }
 
 /// The errors of an entropy, in nats.

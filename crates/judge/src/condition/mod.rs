@@ -64,7 +64,7 @@ use softmax::{LogpSoftmax, logp_bound, others_bound};
 use terms::{clamp_rounding, importance, kl_flushed, weighted};
 
 pub(crate) use bound::{ErrorBound, FLUSHED};
-pub(crate) use lanes::{LONG_ROW, cotangent_sum_error_of, lane_sum_error_of};
+pub(crate) use lanes::{LONG_ROW, lane_sum_error_of, sum_error_at_any_scale};
 pub(crate) use moves::{InputMoves, response};
 pub(crate) use row::RowErrors;
 pub(crate) use sequence::RatioTerms;

@@ -108,7 +108,10 @@ impl HeadRecipe {
     }
 }
 
-/// Makes a teacher's logits the sums of two numbers of a dtype, the second times a power of two: what a product of hidden states with two
+/// The logit, nats, in place of −∞, which no product has: too far below all others to have a probability.
+const FAR_BELOW: f64 = -2e4;
+
+/// Makes a teacher's logits sums of two numbers of a dtype, the second times a power of two: what a product of hidden states with two
 /// numbers each and a head with two columns a token is, in any order and with no rounding. Rounded logits are the first number alone.
 fn as_exact_product(logits: &FloatArray<Ix3>, dtype: Dtype, rounds_logits: bool) -> FloatArray<Ix3> {
     // The ratio of a rounding error to the number that was rounded.
@@ -118,6 +121,7 @@ fn as_exact_product(logits: &FloatArray<Ix3>, dtype: Dtype, rounds_logits: bool)
         Dtype::F32 | Dtype::F64 => 1.0,
     };
     let sum = |x: f64| {
+        let x = if x == f64::NEG_INFINITY { FAR_BELOW } else { x };
         let high = dtype.round(x);
         let has_low = !rounds_logits && high.is_finite();
         high + if has_low { dtype.round((x - high) / scale) * scale } else { 0.0 }

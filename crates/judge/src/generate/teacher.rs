@@ -38,9 +38,6 @@ impl TeacherRegime {
 /// The least probability of a drawn teacher's tail: of less, nothing is left of 1 less a sum in f32.
 const LEAST_TAIL: f64 = 1e-2;
 
-/// The logit, nats, of an entry that the teacher of a student with a head has no probability of.
-const FAR_BELOW: f64 = -2e4;
-
 /// The stream of the draws of a teacher.
 const STREAM: u64 = 4;
 
@@ -60,17 +57,12 @@ impl Recipe {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(STREAM);
         let [batch, tokens, vocab] = self.shape;
-        // The logits of a student with a head are not yet rounded.
-        let is_product = logits.dtype() != self.dtype;
-        let dtype = if is_product { Dtype::F32 } else { self.dtype };
+        // Logits of another dtype than the recipe's are a product with a head, and so are the teacher's.
+        let dtype = if logits.dtype() == self.dtype { self.dtype } else { Dtype::F32 };
         let mut teacher = FloatArray::zeros((batch, tokens, vocab), dtype);
         for (b, t) in ndarray::indices((batch, tokens)) {
             let mut row = logits.row(b, t);
             self.draw_teacher_row(distillation, &mut rng, &mut row);
-            if is_product {
-                // A product has no −∞.
-                row.iter_mut().filter(|x| **x == f64::NEG_INFINITY).for_each(|x| *x = FAR_BELOW);
-            }
             teacher.set_row(b, t, &row);
         }
         match distillation.top_k.zip(distillation.rest) {

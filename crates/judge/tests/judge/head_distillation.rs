@@ -127,13 +127,14 @@ fn head_distillation_of_the_specimen_passes_exact() {
 /// A teacher's logits are two numbers of the dtype, so that their product is exact; or one, if logits are rounded.
 #[test]
 fn head_distillation_teacher_is_an_exact_product() {
-    for (turn, scale) in [1.0, 1.0 / 256.0, 1.0 / 2048.0].into_iter().enumerate() {
+    let scales = [(Dtype::F64, 1.0), (Dtype::F32, 1.0), (Dtype::Bf16, 1.0 / 256.0), (Dtype::F16, 1.0 / 2048.0)];
+    for (turn, (dtype, scale)) in scales.into_iter().enumerate() {
         for teacher in 0..TeacherRegime::ALL.len() {
             let (spec, recipe) = (specs().next().unwrap(), head_recipe(Regime::Normal, teacher, turn));
-            let recipe = HeadRecipe { recipe: Recipe { masked_garbage: false, ..recipe.recipe }, ..recipe };
+            let drawn = Recipe { masked_garbage: false, dtype, ..recipe.recipe };
+            let recipe = HeadRecipe { rounds_logits: false, recipe: drawn, ..recipe };
             let problem = recipe.problem(&spec).unwrap();
             let Some(Teacher::Logits(logits)) = &problem.extra.teacher else { unreachable!("a teacher's logits") };
-            let dtype = problem.dtype();
             for x in logits.to_f64() {
                 let high = dtype.round(x);
                 assert!(x.is_finite() && high + dtype.round((x - high) / scale) * scale == x, "{dtype}: {x}");
@@ -197,7 +198,7 @@ fn head_distillation_with_wrong_products_is_rejected() {
     ];
     for bug in wrong {
         let (mut failed, mut tried) = (0, 0);
-        // Of some entries that are divided by their sum, rounded logits may be within the textbook's own errors.
+        // Rounding the logits of entries that are divided by their sum may stay within the textbook's own errors.
         let rest = |spec: &LossSpec| spec.as_distillation().unwrap().rest;
         for (turn, spec) in specs().filter(|spec| rest(spec) != Some(TopKRest::Renormalized)).enumerate() {
             // Several chunks, and a last tile of columns that is not full.
@@ -213,7 +214,7 @@ fn head_distillation_with_wrong_products_is_rejected() {
             failed += usize::from(!known.failures(&judged, "specimen", "").is_empty());
             tried += 1;
         }
-        // What is rounded only, to 10 bits or 8, may be within the textbook's errors of a mixture of two flat rows.
+        // Rounding to 10 bits, or to 8, may stay within the textbook's errors of a mixture of two flat rows.
         let is_rounding = matches!(bug, Bug::ProductsInTf32 | Bug::DhiddenSummedInHiddenDtype);
         assert!(failed == tried || is_rounding && failed + 2 >= tried, "{bug:?}: {failed} of {tried}");
     }

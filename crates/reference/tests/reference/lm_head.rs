@@ -1,7 +1,7 @@
 //! The LM head with the loss against other ways to the same numbers.
 
 use assay_core::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape};
-use assay_core::spec::{LogitsTransform, LossSpec};
+use assay_core::spec::{Distillation, LogitsTransform, LossSpec};
 use assay_reference::{evaluate, evaluate_head};
 use assay_suites::cases;
 
@@ -12,6 +12,9 @@ fn lm_head_gradients_match_differences_of_the_loss() {
     let specs = [
         LossSpec { entropy_coef: 0.03, temperature: 0.8.into(), ..LossSpec::default() },
         LossSpec { logits, ..LossSpec::default() },
+        // Tokens without a gradient by the log-probability of their id.
+        LossSpec::cross_entropy(1.0, 0.0),
+        LossSpec::distillation(Distillation::default()),
     ];
     for spec in specs {
         for layout in [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden] {
