@@ -423,8 +423,13 @@ impl<'s> NativeBatch<'s> {
 
     /// Evaluates the batch without writing dlogits.
     fn evaluate<E: NativeElement>(&self, rows: &[&[E]]) -> NativeOutputs {
+        self.evaluation(&self.evaluated_rows(rows))
+    }
+
+    /// Returns the evaluation of each token, `[B,T]`, without writing dlogits.
+    fn evaluated_rows<E: NativeElement>(&self, rows: &[&[E]]) -> Array2<Option<TokenEvaluation>> {
         let scores = self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row)));
-        self.evaluation(&self.by_place(self.evaluated(&scores)))
+        self.by_place(self.evaluated(&scores))
     }
 
     /// Arranges the evaluations of all tokens as `[B,T]`.

@@ -279,7 +279,34 @@ impl Native {
         weighed: &ShareInputs,
         results: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
-        let dim @ (.., vocab) = place.dlogits.dim();
+        let dim = place.dlogits.dim();
+        self.with_batch::<E>(spec, dim, weighed, results, |batch| batch.write_dlogits(place.rows()))
+    }
+
+    /// Computes the loss of whole rows, [`RESULTS`] of each token, and no dlogits.
+    ///
+    /// # Errors
+    /// As [`Native::share_loss`].
+    pub fn share_loss_forward<E: NativeElement>(
+        &self,
+        spec: &LossSpec,
+        logits: ArrayView3<E>,
+        weighed: &ShareInputs,
+        results: ArrayViewMut3<f32>,
+    ) -> Result<(), RunError> {
+        self.with_batch::<E>(spec, logits.dim(), weighed, results, |batch| batch.evaluated_rows(&rows_of(&logits)))
+    }
+
+    /// Makes a batch of what a device is given besides logits, and writes [`RESULTS`] of the evaluations that `evaluate` returns.
+    fn with_batch<E: NativeElement>(
+        &self,
+        spec: &LossSpec,
+        dim: (usize, usize, usize),
+        weighed: &ShareInputs,
+        results: ArrayViewMut3<f32>,
+        evaluate: impl FnOnce(&NativeBatch) -> Array2<Option<TokenEvaluation>>,
+    ) -> Result<(), RunError> {
+        let (.., vocab) = dim;
         let softmaxes = self.softmaxes::<E>(spec, dim, VocabShard { bias: weighed.bias, ..VocabShard::default() })?;
         weighed.check(spec, vocab)?;
         // From here on the batch is as any other, but for its weights, which the caller has computed.
@@ -316,8 +343,7 @@ impl Native {
             cotangents: OutputCotangents::default(),
         };
         // The eight results of each token, 0 if it is masked.
-        let evaluated: Array2<Option<TokenEvaluation>> = batch.write_dlogits(place.rows());
-        columns_of(results).zip(&evaluated).for_each(|(to, evaluated)| {
+        columns_of(results).zip(&evaluate(&batch)).for_each(|(to, evaluated)| {
             *to = evaluated.as_ref().map_or([0.0; COLUMNS], |TokenEvaluation { token, logp, entropy, .. }| {
                 let clipped = [token.clipped_low, token.clipped_high].map(|clipped| f64::from(u8::from(clipped)));
                 let numbers = [*logp, *entropy, token.loss, token.reduced, token.ratio, token.kl.unwrap_or(0.0)];

@@ -33,6 +33,13 @@ impl<S: Simd> ExpFactor<S> {
             smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
         })
     }
+
+    /// Multiplies stored exponentials by the factor; those below the smallest give 0.
+    #[inline(always)]
+    pub fn products(&self, simd: S, [low, high]: [S::Lanes; 2]) -> [S::Lanes; 2] {
+        let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
+        [simd.mul(low, self.value), simd.mul(high, self.value)]
+    }
 }
 
 /// Returns the smallest exponential, times 2^64, that is a normal number both without that and times `factor`. Smaller
@@ -61,9 +68,8 @@ pub trait PackedElement: PartialEq + Pod + Send + Sync {
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
     /// Stores `x·factor`, or 0 if `x` is below the factor's smallest exponential, in the same order.
     #[inline(always)]
-    fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
-        let (low, high) = (simd.at_least(low, by.smallest), simd.at_least(high, by.smallest));
-        Self::store(simd, [simd.mul(low, by.value), simd.mul(high, by.value)], to);
+    fn store_products<S: Simd>(simd: S, x: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
+        Self::store(simd, by.products(simd, x), to);
     }
     /// Returns the row as f32 storage for exponentials, if its elements are f32.
     fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {

@@ -16,7 +16,8 @@ const TOGETHER: usize = 2;
 pub(crate) struct RowTransform {
     pub(super) rate: f64,
     pub(super) factor: f64,
-    caps: bool,
+    /// Whether logits are softcapped; otherwise all slopes are 1.
+    pub(super) caps: bool,
     /// Bias of each column by blocks, in the order in which a row's elements are loaded; `None` if there is none.
     bias: Option<Vec<[[f32; UNIT]; UNITS]>>,
     /// First column that is outside the support, or the width of the row.
@@ -127,9 +128,9 @@ impl TransformedBlock {
         Self { t: [[0.0; UNIT]; UNITS], slopes: [[1.0; UNIT]; UNITS] }
     }
 
-    /// Sets the `j`th column of a block of `E` to `−∞`.
-    pub(super) fn leave_out<E: NativeElement>(&mut self, j: usize) {
-        self.t.as_flattened_mut()[position::<E>(j)] = f32::NEG_INFINITY;
+    /// Sets the `j`th column of a block of `E` to `t`: `−∞` leaves it out.
+    pub(super) fn set<E: NativeElement>(&mut self, j: usize, t: f32) {
+        self.t.as_flattened_mut()[position::<E>(j)] = t;
     }
 }
 

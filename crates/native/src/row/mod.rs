@@ -33,7 +33,7 @@ use assay_simd::{Isa, PackedElement, UNIT};
 pub(super) use divergence::{PAIR_SCORES, PairScores, PairSettings};
 pub(super) use kept::{KeptSettings, KeptToken, TokenScores};
 pub(super) use logits_transform::RowTransform;
-use score::{ScoreRow, ScoreRowInPlace, SumOfRow};
+use score::{ScoreRow, ScoreRowInPlace};
 use several::IdColumn;
 use write::{DlogitsFactors, WriteRow};
 
@@ -120,6 +120,8 @@ struct RowSoftmax {
     weighted: f64,
     /// Target's logit `x_y`; −∞ if another shard of the row has it.
     target_logit: f64,
+    /// Sum of all transformed logits; 0 unless label smoothing reads their mean.
+    logits: f64,
     end: softmax::SoftmaxStatistics<f64>,
 }
 
@@ -205,13 +207,6 @@ impl Exponent {
 }
 
 impl Scores {
-    /// Returns the scores with the mean of the row's transformed logits, whose sum over `columns` is given.
-    fn with_mean_of(self, sum: Option<f64>, columns: usize) -> Self {
-        let Exponent { max, inverse_temperature } = self.logp_softmax.exponent;
-        let mean_gap = |sum: f64| (f64::from(max) - sum / columns as f64) * inverse_temperature;
-        Self { mean_gap: sum.map_or(0.0, mean_gap), ..self }
-    }
-
     /// Returns what the terms of a cross-entropy read of the row.
     pub(super) fn whole_row(&self) -> WholeRow<f64> {
         let RowSoftmax { exponent: Exponent { max, inverse_temperature }, end, .. } = self.logp_softmax;
@@ -250,11 +245,11 @@ impl SoftmaxSettings {
     /// Scores the row of an unmasked token, whose gaps `rate` multiplies.
     pub(super) fn score<E: NativeElement>(&self, row: &[E], ids: &TokenIds, rate: f64) -> Scores {
         let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
-        let sum = self.sum_of(row);
-        let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
-            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, saved: None })
+        let sums_logits = self.smoothing;
+        let scores = self.score_by(id, row[id], row.len(), rate, |inverse_temperature, _| {
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, sums_logits, saved: None })
         });
-        scores.with(several, rate).with_mean_of(sum, row.len())
+        scores.with(several, rate)
     }
 
     /// Scores a row and saves its exponentials: over its logits if those are f32, dlogits go there too, and nothing
@@ -267,15 +262,7 @@ impl SoftmaxSettings {
         saved: &mut SavedExponentials,
     ) -> Scores {
         let (id, several) = self.target_of(row.logits(), ids);
-        // The logits are summed before their exponentials may replace them, while the row comes into the cache.
-        let sum = self.sum_of(row.logits());
-        let scores = self.score_target_and_save(row, id, rate, saved);
-        scores.with(several, rate).with_mean_of(sum, row.dlogits.len())
-    }
-
-    /// Sums the transformed logits of a row, if label smoothing reads their mean.
-    fn sum_of<E: NativeElement>(&self, row: &[E]) -> Option<f64> {
-        self.smoothing.then(|| self.isa.run(SumOfRow { row, transform: &self.transform }))
+        self.score_target_and_save(row, id, rate, saved).with(several, rate)
     }
 
     fn score_target_and_save<E: NativeElement>(
@@ -285,35 +272,45 @@ impl SoftmaxSettings {
         rate: f64,
         saved: &mut SavedExponentials,
     ) -> Scores {
-        // The exponentials can replace f32 logits if the write needs nothing but them: one softmax, and no entropy
-        // gradient, and no label smoothing. The target is read first, as such a walk overwrites it.
-        let (transform, target) = (&self.transform, row.logits()[id]);
+        // The exponentials can replace f32 logits if the write needs nothing but them: one softmax, no entropy
+        // gradient, and no slopes that multiply the constant of label smoothing. The target is read first, as such a
+        // walk overwrites it.
+        let (transform, target, vocab) = (&self.transform, row.logits()[id], row.dlogits.len());
+        let (sums_logits, slopes_constant) = (self.smoothing, self.smoothing && transform.caps);
         saved.over_logits = false;
         if row.logits.is_none()
             && !self.two
             && !self.bonus
-            && !self.smoothing
+            && !slopes_constant
             && let Some(row) = E::as_floats(row.dlogits)
         {
             saved.over_logits = true;
-            return self.score_by(id, target, rate, |inverse_temperature, _| {
+            return self.score_by(id, target, vocab, rate, |inverse_temperature, _| {
                 let maxima = &mut saved.maxima;
-                self.isa.run(ScoreRowInPlace { row: &mut *row, id, transform, inverse_temperature, maxima })
+                self.isa.run(ScoreRowInPlace {
+                    row: &mut *row,
+                    id,
+                    transform,
+                    inverse_temperature,
+                    sums_logits,
+                    maxima,
+                })
             });
         }
         let row = row.logits();
-        self.score_by(id, target, rate, |inverse_temperature, keeps| {
+        self.score_by(id, target, vocab, rate, |inverse_temperature, keeps| {
             let saved = if keeps { Some(&mut *saved) } else { None };
-            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, saved })
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, sums_logits, saved })
         })
     }
 
-    /// Scores a row by `walk`, which takes a factor of gaps, and whether to save exponentials. `id` is the target, and
+    /// Scores a row of `vocab` columns by `walk`, which takes a factor of gaps, and whether to save exponentials. `id` is the target, and
     /// `target` its logit.
     fn score_by<E: NativeElement>(
         &self,
         id: usize,
         target: E,
+        vocab: usize,
         rate: f64,
         mut walk: impl FnMut(f64, bool) -> RowSoftmax,
     ) -> Scores {
@@ -324,6 +321,8 @@ impl SoftmaxSettings {
             let shared = walk(rate, true);
             (shared, shared)
         };
+        let Exponent { max, inverse_temperature } = logp_softmax.exponent;
+        let mean_gap = (f64::from(max) - logp_softmax.logits / vocab as f64) * inverse_temperature;
         // The temperature may divide the logits or logp itself; `logp_factor` is 1 in the first case, as the walk has
         // divided already.
         Scores {
@@ -333,7 +332,7 @@ impl SoftmaxSettings {
             target_slope: self.transform.transformed(id, target).1,
             logp: logp_softmax.end.logp(&mut Immediate) * self.logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
-            mean_gap: 0.0,
+            mean_gap: if self.smoothing { mean_gap } else { 0.0 },
             several: Vec::new(),
         }
     }
@@ -402,7 +401,7 @@ impl SoftmaxSettings {
         if factors.in_range(entropy) {
             let two = self.two && (factors.slope != 0.0 || factors.offset != 0.0);
             // Saved exponentials are multiplied by the slopes of the cap, which the constant is not.
-            let saved = saved.filter(|_| !two && factors.constant == 0.0);
+            let saved = saved.filter(|_| !two && (factors.constant == 0.0 || !transform.caps));
             self.isa.run(WriteRow { row: &mut of_support, transform, logp, entropy, two, saved, factors });
         } else {
             factors.write_carefully(&mut of_support, transform, logp, entropy, saved);
@@ -415,8 +414,9 @@ impl SoftmaxSettings {
     /// the target.
     pub(super) fn statistics<E: NativeElement>(&self, row: &[E], id: Option<usize>, rate: f64) -> RowStatistics {
         let transform = &self.transform;
-        let walk =
-            |inverse_temperature| self.isa.run(ScoreRow { row, id, transform, inverse_temperature, saved: None });
+        let walk = |inverse_temperature| {
+            self.isa.run(ScoreRow { row, id, transform, inverse_temperature, sums_logits: false, saved: None })
+        };
         let entropy = walk(rate);
         let sums = |softmax: RowSoftmax| [softmax.end.others, softmax.weighted];
         RowStatistics {

@@ -33,6 +33,8 @@ pub(super) struct ScoreRow<'r, E> {
     pub(super) transform: &'r RowTransform,
     /// Factor `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
+    /// Whether all transformed logits are added up too.
+    pub(super) sums_logits: bool,
     pub(super) saved: Option<&'r mut SavedExponentials>,
 }
 
@@ -41,8 +43,9 @@ impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> RowSoftmax {
-        let Self { row, id, transform, inverse_temperature, saved } = self;
-        let mut sums = RunningSums::new(simd, transform, id.map(|id| (id, row[id])), inverse_temperature);
+        let Self { row, id, transform, inverse_temperature, sums_logits, saved } = self;
+        let target = id.map(|id| (id, row[id]));
+        let mut sums = RunningSums::new(simd, transform, target, inverse_temperature, sums_logits);
         let row = &row[..transform.vocab];
         let mut saved = saved.map(|saved| {
             let blocks = row.len().div_ceil(BLOCK);
@@ -69,6 +72,8 @@ pub(super) struct ScoreRowInPlace<'r> {
     pub(super) transform: &'r RowTransform,
     /// Factor `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
+    /// Whether all transformed logits are added up too.
+    pub(super) sums_logits: bool,
     /// Maximum `m` that the exponentials of each block are relative to.
     pub(super) maxima: &'r mut Vec<f32>,
 }
@@ -78,8 +83,8 @@ impl SimdTask for ScoreRowInPlace<'_> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> RowSoftmax {
-        let Self { row, id, transform, inverse_temperature, maxima } = self;
-        let mut sums = RunningSums::new(simd, transform, Some((id, row[id])), inverse_temperature);
+        let Self { row, id, transform, inverse_temperature, sums_logits, maxima } = self;
+        let mut sums = RunningSums::new(simd, transform, Some((id, row[id])), inverse_temperature, sums_logits);
         maxima.clear();
         // Exponentials go to a buffer first: a block whose maximum turns out larger is read again.
         let (mut mapped, ExpBlock(mut exps)) = (TransformedBlock::room(), ExpBlock::room());
@@ -92,44 +97,14 @@ impl SimdTask for ScoreRowInPlace<'_> {
     }
 }
 
-/// The pass over a row that sums its transformed logits, in f64.
-pub(super) struct SumOfRow<'r, E> {
-    pub(super) row: &'r [E],
-    pub(super) transform: &'r RowTransform,
-}
-
-impl<E: NativeElement> SimdTask for SumOfRow<'_, E> {
-    type Output = f64;
-
-    #[inline(always)]
-    fn on<S: Simd>(self, simd: S) -> f64 {
-        let Self { row, transform } = self;
-        let map = transform.map(simd);
-        let mut mapped = TransformedBlock::room();
-        let mut sums = simd.sums();
-        let (blocks, tail) = row.as_chunks::<BLOCK>();
-        for (i, block) in blocks.iter().enumerate() {
-            let units = units(block);
-            if let Some(map) = map {
-                map.block(simd, i, units, &mut mapped, false);
-                sums = added(simd, sums, &mapped.t);
-            } else {
-                sums = added(simd, sums, units);
-            }
-        }
-        // The last block is not whole: its columns are few.
-        let of_tail = |(j, x): (usize, &E)| transform.transformed(blocks.len() * BLOCK + j, *x).0;
-        simd.total(sums) + tail.iter().enumerate().map(of_tail).sum::<f64>()
-    }
-}
-
-/// Adds the elements of a block to sums in f64.
+/// Adds the gaps of a block's elements below `max` to sums in f64.
 #[inline(always)]
-fn added<S: Simd, E: NativeElement>(simd: S, mut sums: S::Sums, block: &[[E; UNIT]; UNITS]) -> S::Sums {
+fn with_gaps<S: Simd, E: NativeElement>(simd: S, mut sums: S::Sums, block: &[[E; UNIT]; UNITS], max: f32) -> S::Sums {
+    let max = simd.splat(max);
     // A closure here would be compiled without the vector unit, and cost eight times the pass over the row.
     for unit in block {
         let [low, high] = E::load(simd, unit);
-        sums = simd.accumulate(simd.accumulate(sums, low), high);
+        sums = simd.accumulate(simd.accumulate(sums, simd.sub(max, low)), simd.sub(max, high));
     }
     sums
 }
@@ -156,6 +131,10 @@ struct RunningSums<'t, S: Simd> {
     running: [S::Sums; 2],
     /// Sums of the columns before `m` was last raised, in f64, also times `2^64` and in steps.
     before: [f64; 2],
+    /// Sums of the gaps of whole blocks, each below the maximum of its time, and what these gaps are taken from for the sum of all
+    /// transformed logits, the target among them; `None` if nobody reads it.
+    logits: Option<(S::Sums, f64)>,
+    transform: &'t RowTransform,
 }
 
 impl<'t, S: Simd> RunningSums<'t, S> {
@@ -167,6 +146,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         transform: &'t RowTransform,
         target: Option<(usize, E)>,
         inverse_temperature: f64,
+        sums_logits: bool,
     ) -> Self {
         let map = transform.map(simd);
         let absent = transform.absent(target.map(|(id, _)| id));
@@ -189,6 +169,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             far: false,
             running: [simd.sums(); 2],
             before: [0.0; 2],
+            logits: sums_logits.then(|| (simd.sums(), 0.0)),
+            transform,
         }
     }
 
@@ -222,13 +204,19 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         };
         let Some(map) = self.map else {
             self.add_units(simd, units, exps, !complete);
+            self.add_logits(simd, i, block, None);
             return;
         };
         // The softmax is of the transformed logits; saved exponentials are multiplied by the slopes of the cap, since the write needs
         // them so.
         map.block(simd, i, units, mapped, exps.is_some());
-        absent.for_each(|j| mapped.leave_out::<E>(j));
+        absent.clone().for_each(|j| mapped.set::<E>(j, f32::NEG_INFINITY));
         self.add_units(simd, &mapped.t, exps.as_deref_mut(), !complete);
+        if self.logits.is_some() {
+            // The target is among the logits that are added up: of a whole vocabulary it alone is left out.
+            absent.for_each(|j| mapped.set::<E>(j, self.target));
+            self.add_logits(simd, i, block, Some(mapped));
+        }
         if let (Some(exps), true) = (exps, map.caps()) {
             let smallest = simd.splat(smallest(1.0));
             for (exps, slopes) in exps.iter_mut().zip(&mapped.slopes) {
@@ -236,6 +224,24 @@ impl<'t, S: Simd> RunningSums<'t, S> {
                 let (low, high) = (simd.at_least(low, smallest), simd.at_least(high, smallest));
                 f32::store(simd, [simd.mul(low, slopes[0]), simd.mul(high, slopes[1])], exps);
             }
+        }
+    }
+
+    /// Adds the transformed logits of the `i`th block, left-out columns among them, if their sum is read. Their gaps below the maximum
+    /// are added in vectors: a sum of two of them is rounded at the size of a gap, and not at that of a logit.
+    #[inline(always)]
+    fn add_logits<E: NativeElement>(&mut self, simd: S, i: usize, block: &[E], mapped: Option<&TransformedBlock>) {
+        let Some((gaps, rest)) = &mut self.logits else { return };
+        if let Ok(block) = block.try_into() {
+            *gaps = match mapped {
+                Some(mapped) => with_gaps(simd, *gaps, &mapped.t, self.max),
+                None => with_gaps(simd, *gaps, units(block), self.max),
+            };
+            *rest += BLOCK as f64 * f64::from(self.max);
+        } else {
+            // The last block is not whole: its columns are few.
+            let of_column = |(j, &x): (usize, &E)| self.transform.transformed(i * BLOCK + j, x).0;
+            *rest += block.iter().enumerate().map(of_column).sum::<f64>();
         }
     }
 
@@ -371,7 +377,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         let sums = softmax::SoftmaxSums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
         let exponent = Exponent { max: self.max, inverse_temperature: self.inverse_temperature };
-        RowSoftmax { exponent, weighted, target_logit, end }
+        let logits = self.logits.map_or(0.0, |(gaps, rest)| rest - simd.total(gaps));
+        RowSoftmax { exponent, weighted, target_logit, logits, end }
     }
 }
 

@@ -47,7 +47,8 @@ impl DlogitsFactors {
                     let e = (f64::from(x.to_f32()) * faded) as f32;
                     // A NaN among the logits may have left any number here.
                     let has_part = e != 0.0 || self.policy.is_nan();
-                    *x = E::from_f32(if has_part { e * self.policy as f32 } else { 0.0 });
+                    let of_softmax = if has_part { e * self.policy as f32 } else { 0.0 };
+                    *x = E::from_f32(of_softmax + self.constant as f32);
                 }
             }
             return;
@@ -95,6 +96,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
         let sloped = self.two || self.saved.is_none();
         let mut mapping =
             self.transform.map(simd).map(|map| BlockTransform { map, mapped: TransformedBlock::room(), sloped });
+        let constant = (constant != 0.0).then(|| simd.splat(constant as f32));
         match self.saved {
             // Two softmaxes: exponentials of both are computed again from the logits.
             _ if self.two => {
@@ -113,16 +115,9 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
                 let again = OneSoftmax { softmax: RecomputedExp::new(simd, self.logp, largest), factors };
-                let constant = (constant != 0.0).then(|| simd.splat(constant as f32));
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     let (mapping, logits) = (mapping.as_mut(), self.row.logits);
-                    match constant {
-                        None => write(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &again),
-                        Some(constant) => {
-                            let smoothed = PlusConstant { of_softmax: again, constant };
-                            write(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &smoothed);
-                        }
-                    }
+                    write_with(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &again, constant);
                 }
             }
             // Saved exponentials: each block's are relative to the maximum at its time, so that its factors fade with later ones.
@@ -148,17 +143,17 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                             [again.unscale, factors[1]]
                         };
                         let over = OverLogits { factors, smallest: again.smallest };
-                        write(simd, &streaming, None, i, None, dlogits, NOT_SAVED, &over);
+                        write_with(simd, &streaming, None, i, None, dlogits, NOT_SAVED, &over, constant);
                         continue;
                     }
                     // They are beside the logits: one product of each without an entropy gradient, else the gaps are needed too.
                     let logits = self.row.logits;
                     let ExpBlock(exps) = &saved.exps[i];
                     if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
-                        write(simd, &streaming, None, i, logits, dlogits, exps, &TimesFactor(factor));
+                        write_with(simd, &streaming, None, i, logits, dlogits, exps, &TimesFactor(factor), constant);
                     } else {
                         let sloped = TimesSlope { again, factors };
-                        write(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped);
+                        write_with(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped, constant);
                     }
                 }
             }
@@ -171,8 +166,15 @@ trait DlogitsUnit<S: Simd> {
     /// Whether the unit's logits are read.
     const READS_LOGITS: bool = true;
 
+    /// Computes dlogits from the unit's logits, or from what replaces them, and from saved exponentials.
+    fn dlogits(&self, simd: S, logits: [S::Lanes; 2], exps: &[f32; UNIT]) -> [S::Lanes; 2];
+
     /// Writes dlogits over the unit's logits, or over what replaces them.
-    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
+    #[inline(always)]
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+        let dlogits = self.dlogits(simd, E::load(simd, logits), exps);
+        E::store(simd, dlogits, logits);
+    }
 }
 
 /// The transform of logits where they are read, and its buffer.
@@ -181,6 +183,29 @@ struct BlockTransform<'t, S: Simd> {
     mapped: TransformedBlock,
     /// Whether dlogits must be multiplied by the slopes.
     sloped: bool,
+}
+
+/// Writes the `i`th block of a row as [`write`] does, with the constant of label smoothing if there is one.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "those of `write` and the constant")]
+fn write_with<S: Simd, E: NativeElement, U: DlogitsUnit<S> + Copy>(
+    simd: S,
+    streaming: &Streaming,
+    mapping: Option<&mut BlockTransform<S>>,
+    i: usize,
+    logits: Option<&[E]>,
+    dlogits: &mut [E],
+    exps: &[[f32; UNIT]; UNITS],
+    unit: &U,
+    constant: Option<S::Lanes>,
+) {
+    match constant {
+        None => write(simd, streaming, mapping, i, logits, dlogits, exps, unit),
+        Some(constant) => {
+            let smoothed = PlusConstant { of_softmax: *unit, constant };
+            write(simd, streaming, mapping, i, logits, dlogits, exps, &smoothed);
+        }
+    }
 }
 
 /// Writes the `i`th block of a row. Dlogits that do not overwrite the logits bypass the caches, which have no use for
@@ -250,6 +275,7 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
 }
 
 /// Dlogits `(e_j·first)·second`, of exponentials that were saved over the logits.
+#[derive(Clone, Copy)]
 struct OverLogits<S: Simd> {
     factors: [S::Lanes; 2],
     smallest: S::Lanes,
@@ -257,19 +283,24 @@ struct OverLogits<S: Simd> {
 
 impl<S: Simd> DlogitsUnit<S> for OverLogits<S> {
     #[inline(always)]
-    fn write<E: NativeElement>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
+    fn dlogits(&self, simd: S, [low, high]: [S::Lanes; 2], _: &[f32; UNIT]) -> [S::Lanes; 2] {
         let [first, second] = self.factors;
-        let [low, high] = E::load(simd, exps);
         let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
-        E::store(simd, [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)], exps);
+        [simd.mul(simd.mul(low, first), second), simd.mul(simd.mul(high, first), second)]
     }
 }
 
 /// Dlogits `e_j·factor`, of exponentials that were saved.
+#[derive(Clone, Copy)]
 struct TimesFactor<S: Simd>(ExpFactor<S>);
 
 impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
     const READS_LOGITS: bool = false;
+
+    #[inline(always)]
+    fn dlogits(&self, simd: S, _: [S::Lanes; 2], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
+        self.0.products(simd, f32::load(simd, exps))
+    }
 
     #[inline(always)]
     fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
@@ -278,6 +309,7 @@ impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
 }
 
 /// Dlogits `e_j·(slope·a_j + factor)`, of exponentials that were saved.
+#[derive(Clone, Copy)]
 struct TimesSlope<S: Simd> {
     again: RecomputedExp<S>,
     factors: [S::Lanes; 2],
@@ -285,30 +317,29 @@ struct TimesSlope<S: Simd> {
 
 impl<S: Simd> DlogitsUnit<S> for TimesSlope<S> {
     #[inline(always)]
-    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+    fn dlogits(&self, simd: S, [low, high]: [S::Lanes; 2], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
         let [slope, factor] = self.factors;
-        let [low, high] = E::load(simd, logits);
         let [e_low, e_high] = f32::load(simd, exps);
         let low = simd.mul_add(self.again.gap(simd, low), slope, factor);
         let high = simd.mul_add(self.again.gap(simd, high), slope, factor);
         let (e_low, e_high) = (self.again.unscaled(simd, e_low), self.again.unscaled(simd, e_high));
-        E::store(simd, [simd.mul(e_low, low), simd.mul(e_high, high)], logits);
+        [simd.mul(e_low, low), simd.mul(e_high, high)]
     }
 }
 
-/// Dlogits `e_j·(slope·a_j + factor) + constant`, of exponentials that are computed again.
-struct PlusConstant<S: Simd> {
-    of_softmax: OneSoftmax<S>,
+/// Dlogits of a softmax, and a constant, the derivative of the mean logit.
+struct PlusConstant<S: Simd, U> {
+    of_softmax: U,
     constant: S::Lanes,
 }
 
-impl<S: Simd> DlogitsUnit<S> for PlusConstant<S> {
+impl<S: Simd, U: DlogitsUnit<S>> DlogitsUnit<S> for PlusConstant<S, U> {
+    const READS_LOGITS: bool = U::READS_LOGITS;
+
     #[inline(always)]
-    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
-        let [low, high] = E::load(simd, logits);
-        let OneSoftmax { softmax, factors } = self.of_softmax;
-        let [low, high] = [softmax.sloped(simd, low, factors), softmax.sloped(simd, high, factors)];
-        E::store(simd, [simd.add(low, self.constant), simd.add(high, self.constant)], logits);
+    fn dlogits(&self, simd: S, logits: [S::Lanes; 2], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
+        let [low, high] = self.of_softmax.dlogits(simd, logits, exps);
+        [simd.add(low, self.constant), simd.add(high, self.constant)]
     }
 }
 
@@ -321,10 +352,8 @@ struct OneSoftmax<S: Simd> {
 
 impl<S: Simd> DlogitsUnit<S> for OneSoftmax<S> {
     #[inline(always)]
-    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
-        let [low, high] = E::load(simd, logits);
-        let [low, high] = [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)];
-        E::store(simd, [low, high], logits);
+    fn dlogits(&self, simd: S, [low, high]: [S::Lanes; 2], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+        [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)]
     }
 }
 
@@ -346,9 +375,8 @@ impl<S: Simd> TwoSoftmaxes<S> {
 
 impl<S: Simd> DlogitsUnit<S> for TwoSoftmaxes<S> {
     #[inline(always)]
-    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
-        let [low, high] = E::load(simd, logits);
-        E::store(simd, [self.sum(simd, low), self.sum(simd, high)], logits);
+    fn dlogits(&self, simd: S, [low, high]: [S::Lanes; 2], _: &[f32; UNIT]) -> [S::Lanes; 2] {
+        [self.sum(simd, low), self.sum(simd, high)]
     }
 }
 

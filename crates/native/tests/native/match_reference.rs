@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, Problem};
-use assay_core::spec::{LossSpec, TemperatureDivides};
+use assay_core::spec::{LogitsTransform, LossSpec, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::{JudgedProblem, hindrance};
 use assay_native::Native;
@@ -81,6 +81,26 @@ fn target_at_minus_infinity_matches_reference() {
             let found: Vec<f64> = holes.map(|(b, t)| logp.at(b, t)).collect();
             assert!(!found.is_empty() && found.iter().all(|&logp| logp == f64::NEG_INFINITY), "{dtype}: {found:?}");
             expect_problem_right(&spec, &problem, &recipe);
+        }
+    }
+}
+
+/// The mean logit has the target's, which the sums of a softmax leave out, under a bias and a cap too.
+#[test]
+fn smoothing_under_a_transform_matches_reference() {
+    for (softcap, bias) in [(None, true), (Some(3.0), false), (Some(3.0), true)] {
+        let logits = LogitsTransform { scale: 0.5, softcap, bias };
+        let spec = LossSpec { logits, ..LossSpec::cross_entropy(0.5, 0.0) };
+        for dtype in Dtype::KERNEL {
+            let recipe = Recipe {
+                shape: [2, 3, 1023],
+                dtype,
+                regime: Regime::Peaked,
+                seed: 5,
+                old_logp_noise_scale: 0.0,
+                masked_garbage: false,
+            };
+            expect_right(&spec, &recipe);
         }
     }
 }
