@@ -19,6 +19,8 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     loss_scale: float | Array = 1.0,
@@ -32,7 +34,11 @@ def cross_entropy(
         >>> round(float(loss), 4), [float(x) for x in dlogits[0]]
         (1.3863, [0.25, -0.75, 0.25, 0.25])
 
-    No array of the logits' size is made but their gradient. Label smoothing and a z-loss are those of `assay.torch.cross_entropy`.
+    With `z` the logits after scale and cap, `V` classes and the class `y` of a token, its loss is
+
+        -(1 - label_smoothing) * log_softmax(z)[y] + label_smoothing * mean(-log_softmax(z)) + z_loss * logsumexp(z) ** 2
+
+    No array of the logits' size is made but their gradient, which is rounded once.
 
     Args:
         logits: `[…,V]`, f32, bf16 or f16.
@@ -40,6 +46,8 @@ def cross_entropy(
         ignore_index: The label of tokens that do not count.
         reduction: "mean" over the tokens that count, of which none is NaN; "sum"; or "none", the loss of each token, 0 where it does not
             count.
+        label_smoothing: The share of the target that is uniform over the classes, from 0 to 1. A logit of -inf then has a loss of inf.
+        z_loss: The weight of the squared log-sum-exp of a token's logits. Both are computed by `native` alone, of whole rows.
         softcap: `c` of `c * tanh(logits / c)`; None: no cap.
         logit_scale: The factor of the logits, before the cap.
         loss_scale, implementation: As of `grpo_loss`.
@@ -53,14 +61,16 @@ def cross_entropy(
     if logits.ndim < 1 or labels.shape != logits.shape[:-1]:
         raise ProblemError(f"`labels`: got shape {list(labels.shape)}, expected {list(logits.shape[:-1])}, that of the tokens of `logits`")
     rows = logits.reshape(1, -1, logits.shape[-1])
+    asked = {"loss_scale": loss_scale, "implementation": implementation}
 
-    def asked(ids: Array, mask: Array, spec: Any) -> Any:
-        common = {"mask": mask, "spec": spec, "implementation": implementation}
-        if reduction == "none":
-            return operations.logp_and_entropy(rows, ids, **common)[0]
-        return operations.grpo_loss(rows, ids, advantages=jnp.zeros(1), loss_scale=loss_scale, **common).loss
+    def loss(ids: Array, **batch: Any) -> Array:
+        return operations.grpo_loss(rows, ids, **batch, **asked).loss
 
-    return _reduced(asked, labels, ignore_index, reduction, softcap, logit_scale)
+    def losses(ids: Array, **batch: Any) -> Array:
+        return operations._losses_of_logits(rows, ids, implementation=implementation, **batch)
+
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+    return _reduced(losses if reduction == "none" else loss, labels, ignore_index, reduction, options)
 
 
 def cross_entropy_of_hidden(
@@ -70,6 +80,8 @@ def cross_entropy_of_hidden(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     loss_scale: float | Array = 1.0,
@@ -96,25 +108,27 @@ def cross_entropy_of_hidden(
     if hidden.ndim < 1 or labels.shape != hidden.shape[:-1]:
         raise ProblemError(f"`labels`: got shape {list(labels.shape)}, expected {list(hidden.shape[:-1])}, that of the tokens of `hidden`")
     rows = hidden.reshape(1, -1, hidden.shape[-1])
+    asked = {"chunk": chunk, "logits_dtype": logits_dtype, "implementation": implementation}
 
-    def asked(ids: Array, mask: Array, spec: Any) -> Any:
-        common = {"mask": mask, "spec": spec, "chunk": chunk, "logits_dtype": logits_dtype, "implementation": implementation}
-        if reduction == "none":
-            return operations.logp_and_entropy_of_hidden(rows, lm_head, ids, **common)[0]
-        return operations.grpo_loss_of_hidden(rows, lm_head, ids, advantages=jnp.zeros(1), loss_scale=loss_scale, **common).loss
+    def loss(ids: Array, **batch: Any) -> Array:
+        return operations.grpo_loss_of_hidden(rows, lm_head, ids, loss_scale=loss_scale, **batch, **asked).loss
 
-    return _reduced(asked, labels, ignore_index, reduction, softcap, logit_scale)
+    def losses(ids: Array, **batch: Any) -> Array:
+        return operations._losses_of_hidden(rows, lm_head, ids, **batch, **asked)
+
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+    return _reduced(losses if reduction == "none" else loss, labels, ignore_index, reduction, options)
 
 
-def _reduced(asked: Any, labels: Array, ignore_index: int, reduction: str, softcap: float | None, logit_scale: float) -> Array:
-    """Asks for the sum over the tokens that count, or for the log-probability of each, and makes of it what `reduction` says."""
+def _reduced(asked: Any, labels: Array, ignore_index: int, reduction: str, options: dict[str, Any]) -> Array:
+    """Asks for the loss of the tokens that count, or for that of each, and gives it the shape and the NaN that `reduction` says."""
     if reduction not in _REDUCTIONS:
         raise ProblemError(f"`reduction`: got {reduction!r}, expected one of {', '.join(_REDUCTIONS)}")
     ids, mask = labels.reshape(1, -1), labels.reshape(1, -1) != ignore_index
-    options: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
+    # The loss of each token has the weight of its cotangent, as in a sum.
+    spec = _spec("cross_entropy", reduction="sum" if reduction == "none" else reduction, **options)
+    loss = asked(ids, mask=mask, advantages=jnp.zeros(1), spec=spec)
     if reduction == "none":
-        transform = {"softcap": softcap, "scale": logit_scale}
-        return -asked(ids, mask, _spec("logp", entropy=False, logits=transform)).reshape(labels.shape)
-    loss = asked(ids, mask, _spec("cross_entropy", reduction=reduction, **options))
+        return loss.reshape(labels.shape)
     # A mean of no loss is 0/0, which a kernel for losses of policies has as 0.
     return jnp.where(mask.any(), loss, jnp.nan) if reduction == "mean" else loss

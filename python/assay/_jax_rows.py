@@ -237,19 +237,31 @@ class Native:
     @staticmethod
     def loss(plan: Plan, part: Part, sequences: Sequences, *tokens: Array) -> tuple[Array, Array]:
         """Results and dlogits, from rows that are whole: each is read once where tokens share no ratio."""
-        ids, mask, advantages, weights, *inputs = tokens
+        operands, attributes = Native._whole_rows(plan, part, sequences, *tokens)
+        results = (
+            _like(part.logits.shape, part.logits.dtype, *operands),
+            _like((*tokens[0].shape, COLUMNS), jnp.float32, *operands),
+        )
+        call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
+        dlogits, columns = Native._over_logits(functools.partial(call, **attributes), results, *operands)
+        return columns, dlogits
+
+    @staticmethod
+    def loss_forward(plan: Plan, part: Part, sequences: Sequences, *tokens: Array) -> Array:
+        """The results alone."""
+        operands, attributes = Native._whole_rows(plan, part, sequences, *tokens)
+        results = _like((*tokens[0].shape, COLUMNS), jnp.float32, *operands)
+        return jax.ffi.ffi_call(_registered("loss_forward"), results)(*operands, **attributes)
+
+    @staticmethod
+    def _whole_rows(plan: Plan, part: Part, sequences: Sequences, *tokens: Array) -> tuple[tuple[Array, ...], dict[str, str]]:
+        """The operands and attributes of a call with whole rows."""
         packed = [] if sequences.segment_ids is None else [sequences.segment_ids]
         bias = [] if part.bias is None else [part.bias]
         kept = [] if part.kept_ids is None else [part.kept_ids]
+        ids, mask, advantages, weights, *inputs = tokens
         operands = (part.logits, ids, mask, advantages, weights, *packed, *inputs, *kept, *bias)
-        results = (
-            _like(part.logits.shape, part.logits.dtype, *operands),
-            _like((*ids.shape, COLUMNS), jnp.float32, *operands),
-        )
-        call = jax.ffi.ffi_call(_registered("loss"), results, input_output_aliases={0: 0})
-        attributes = {"spec": plan.spec.to_json(), "sequences": "packed" if packed else "rows"}
-        dlogits, columns = Native._over_logits(functools.partial(call, **attributes), results, *operands)
-        return columns, dlogits
+        return operands, {"spec": plan.spec.to_json(), "sequences": "packed" if packed else "rows"}
 
 
 class _Emitted:
@@ -481,11 +493,13 @@ def _share(
     sequences, inputs, bias = apart(plan, others)
     rate = plan.rate(inputs)
     part = Part(logits, first, rate, *bias)
-    if plan.kept:
-        # Sets are of whole rows, and of the kernel that reads a row, its loss and its dlogits in one.
+    if plan.kept or of["row_terms"]:
+        # Sets and terms of whole rows are for the kernel that reads a row, its loss and its dlogits in one.
         if vocab_axes or (of["couples_rows"] and token_axes):
-            raise ProblemError("`kept_ids`: got them for rows or sequences that are cut over devices, expected whole ones on each")
-        return tuple(kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)[: 1 + backward])
+            given = "`kept_ids`: got them" if plan.kept else "`label_smoothing`, `z_loss`: got one"
+            raise ProblemError(f"{given} for rows or sequences that are cut over devices, expected whole ones on each")
+        tokens = ids, mask, advantages, weights, *inputs
+        return kernels.loss(plan, part, sequences, *tokens) if backward else (kernels.loss_forward(plan, part, sequences, *tokens),)
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
         evaluated = kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)
         if evaluated is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,7 +121,7 @@ def grpo_loss(
             gradient.
         kept_ids: `[B,T,K]`, integers, by `native` alone: the vocabulary entries that the sampler has kept for each token, in any order, -1
             for no entry; packed also `[N,K]`. The softmax is over these; a `Spec` has `support: {kept: {}}`, or says there that entropy
-            and KL are over the vocabulary. What does not fit is an error of the kernel's. The loss alone takes as long as with dlogits.
+            and KL are over the vocabulary. What does not fit is an error of the kernel's.
         spec: of `assay.spec`, or a project's name. It has no default.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -350,6 +350,40 @@ def _of_logp(spec: Spec) -> Spec:
     return spec_of("logp", **{name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")})
 
 
+# Losses of single tokens, for a cross-entropy that is not reduced.
+
+
+def _losses_of_logits(
+    logits: Array, ids: Array, *, mask: Array, advantages: Array, spec: Spec, implementation: str | None
+) -> Array:
+    """Computes the loss of each token, `[B,T]`, which their cotangents weigh."""
+    axes = _Axes.of(None, None, None)
+    _expect_logits(logits, ids)
+    tokens = _Tokens(ids, mask, advantages, {}, None, None, None)
+    batch = _Batch.of(tokens, axes, spec, implementation, None, None, logits.shape[2])
+    return _token_losses(batch.plan, axes, logits, *batch.arrays)  # type: ignore[no-any-return]
+
+
+def _losses_of_hidden(
+    hidden: Array,
+    lm_head: Array,
+    ids: Array,
+    *,
+    mask: Array,
+    advantages: Array,
+    spec: Spec,
+    chunk: int,
+    logits_dtype: Any,
+    implementation: str | None,
+) -> Array:
+    """Computes the same of the logits `hidden @ lm_head`, a chunk at a time."""
+    axes = _Axes.of(None, None, None)
+    part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
+    tokens = _Tokens(ids, mask, advantages, {}, None, None, None)
+    batch = _Batch.of(tokens, axes, spec, implementation, None, None, lm_head.shape[1])
+    return _head_token_losses(batch.plan, axes, part, hidden, lm_head, *batch.arrays)  # type: ignore[no-any-return]
+
+
 # ---- the derivative
 
 
@@ -446,6 +480,52 @@ def _scores_backward(plan: Plan, axes: _Axes, kept: tuple[Array, ...], cotangent
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _weighed_by(cotangents: Array, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """The arrays of a loss that is the sum of token losses times their cotangents."""
+    ids, mask, advantages, weights, *inputs = arrays
+    return ids, mask, advantages, weights.at[..., 0].set(cotangents), *inputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _token_losses(plan: Plan, axes: _Axes, logits: Array, *arrays: Array) -> Array:
+    (results,) = rows.evaluate(plan, False, axes.manual, logits, *arrays)
+    return results[..., rows.RESULTS.index("token_loss")]
+
+
+def _token_losses_forward(plan: Plan, axes: _Axes, *arrays: Array) -> tuple[Any, Any]:
+    return _token_losses(plan, axes, *arrays), arrays
+
+
+def _token_losses_backward(plan: Plan, axes: _Axes, kept: tuple[Array, ...], cotangents: Array) -> tuple[Any, ...]:
+    logits, *arrays = kept
+    _, dlogits = rows.evaluate(plan, True, axes.manual, logits, *_weighed_by(cotangents, arrays))
+    return dlogits, *[None] * len(arrays)
+
+
+_token_losses.defvjp(_token_losses_forward, _token_losses_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _head_token_losses(plan: Plan, axes: _Axes, chunk: _Chunk, hidden: Array, lm_head: Array, *arrays: Array) -> Array:
+    results, _, _ = _sweep(plan, axes, chunk, False, hidden, lm_head, arrays)
+    return results[..., rows.RESULTS.index("token_loss")]
+
+
+def _head_token_losses_forward(plan: Plan, axes: _Axes, chunk: _Chunk, *arrays: Array) -> tuple[Any, Any]:
+    return _head_token_losses(plan, axes, chunk, *arrays), arrays
+
+
+def _head_token_losses_backward(
+    plan: Plan, axes: _Axes, chunk: _Chunk, kept: tuple[Array, ...], cotangents: Array
+) -> tuple[Any, ...]:
+    hidden, lm_head, *arrays = kept
+    _, *gradients = _sweep(plan, axes, chunk, True, hidden, lm_head, _weighed_by(cotangents, arrays))
+    return *gradients, *[None] * len(arrays)
+
+
+_head_token_losses.defvjp(_head_token_losses_forward, _head_token_losses_backward)
 
 
 class _Change(NamedTuple):

@@ -11,7 +11,7 @@ use crate::error;
 use crate::memory::{Array as LentArray, Element, device};
 use crate::op::{LossArguments, done, lent};
 use crate::spec::Spec;
-use crate::tape::expect_computed;
+use crate::tape::{KernelsOfPlan, expect_computed};
 use assay::cuda::op::{Gpu, OperationLaunch};
 use assay::implementation::RunError;
 use assay::problem::{Dtype, Sequences, Shape};
@@ -54,7 +54,7 @@ struct GpuPlan<'s> {
 #[pyo3(signature = (spec, width))]
 pub(crate) fn gpu_plan(py: Python<'_>, spec: &Spec, width: Option<usize>) -> PyResult<String> {
     let spec = &*spec.loss;
-    expect_computed(py, spec, width, true)?;
+    expect_computed(py, spec, width, KernelsOfPlan::Gpu)?;
     let structure = Structure::from_spec(spec);
     // Name the argument that each input of the kernels comes from, or mark it as computed on the host.
     let inputs: Vec<_> = structure.inputs().into_iter().map(|input| (input.name(), source(spec, input))).collect();

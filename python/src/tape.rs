@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::error;
 use crate::spec::Spec;
 use assay::problem::ProblemError;
-use assay::spec::{Averaging, LossSpec, Reduction, Rows};
+use assay::spec::{Averaging, CrossEntropy, LossSpec, Objective, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::{KernelScope, expect_one_id, expect_plain_logits};
 use assay_algebra::softmax::SoftmaxSums;
@@ -34,6 +34,7 @@ struct Divisor {
 
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an answer, read by its name")]
 struct LossPlan {
     /// `1/T` of the softmax that entropy is of; none where each token has its own, the input `rate`.
     inverse_temperature: Option<f64>,
@@ -45,6 +46,8 @@ struct LossPlan {
     two_softmaxes: bool,
     /// Whether tokens of a row depend on each other.
     couples_rows: bool,
+    /// Whether the loss has terms of the whole row besides logp and entropy, which only a kernel that is handed whole rows computes.
+    row_terms: bool,
     /// The arrays that are read beside ids, mask and advantages, in order.
     inputs: Vec<&'static str>,
     has_kl: bool,
@@ -58,6 +61,17 @@ struct LossPlan {
     loss: Tape,
 }
 
+/// The kernels that a loss is computed around.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum KernelsOfPlan {
+    /// Take logits as they come.
+    PlainLogits,
+    /// Change logits before their softmax.
+    Gpu,
+    /// Are handed whole rows too, with kept sets, and compute their terms.
+    Native,
+}
+
 /// The plan of `spec` for a batch that is padded to `width`, or packed where there is none, as JSON, around kernels that are `native`, or
 /// take logits as they come.
 ///
@@ -67,33 +81,40 @@ struct LossPlan {
 #[pyfunction]
 #[pyo3(signature = (spec, width, native))]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
-    let plan = LossPlan::new(py, &spec.loss, width, native)?;
+    let kernels = if native { KernelsOfPlan::Native } else { KernelsOfPlan::PlainLogits };
+    let plan = LossPlan::new(py, &spec.loss, width, kernels)?;
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
 }
 
-/// Checks that the loss of `spec` is computed around kernels, for a batch that is padded to `width`, or packed where there is none. They are
-/// `native`, or take logits as they come.
+/// Checks that the loss of `spec` is computed around `kernels`, for a batch that is padded to `width`, or packed where there is none.
 ///
 /// # Errors
 /// As [`plan`].
-pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<()> {
+pub(crate) fn expect_computed(
+    py: Python<'_>,
+    spec: &LossSpec,
+    width: Option<usize>,
+    kernels: KernelsOfPlan,
+) -> PyResult<()> {
     if width.is_none() {
         let no_width = |field| error::spec_error(py, ProblemError::NoWidth { field });
         spec.expect_no_width().map_err(no_width)?;
     }
-    let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
-    // Sets are for the kernel of the CPU, which is handed whole rows with them.
+    let plain = || if kernels == KernelsOfPlan::PlainLogits { expect_plain_logits(spec) } else { Ok(()) };
     let mut scoped = spec.clone();
-    if native {
+    if kernels != KernelsOfPlan::PlainLogits {
         scoped.support.kept = None;
     }
+    // Terms of a whole row are for the kernel of the CPU, which is handed whole rows.
+    if let (KernelsOfPlan::Native, Objective::CrossEntropy(terms)) = (kernels, &mut scoped.objective) {
+        *terms = CrossEntropy { label_smoothing: 0.0, z_loss: 0.0 };
+    }
     expect_one_id(spec).and_then(|()| KernelScope::Row.expect(&scoped)).and_then(|()| plain()).map_err(|beyond| {
-        let elsewhere =
-            if matches!(beyond.field, "logits" | "support" | "support.kept") { "; `native` takes it" } else { "" };
-        error::spec_error(
-            py,
-            format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
-        )
+        let of_row = beyond.field.starts_with("objective.cross_entropy.");
+        let elsewhere = of_row || matches!(beyond.field, "logits" | "support" | "support.kept");
+        let supported = if of_row { "0" } else { beyond.supported };
+        let elsewhere = if elsewhere { "; `native` takes it" } else { "" };
+        error::spec_error(py, format!("`{}`: got {}, expected {supported}{elsewhere}", beyond.field, beyond.given))
     })
 }
 
@@ -102,8 +123,8 @@ impl LossPlan {
     ///
     /// # Errors
     /// As [`plan`].
-    fn new(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<Self> {
-        expect_computed(py, spec, width, native)?;
+    fn new(py: Python<'_>, spec: &LossSpec, width: Option<usize>, kernels: KernelsOfPlan) -> PyResult<Self> {
+        expect_computed(py, spec, width, kernels)?;
         let extents = [1, width.unwrap_or(1)];
         let structure = Structure::from_spec(spec);
         let number = |number: SpecNumber| number.value_in(spec, extents);
@@ -129,6 +150,7 @@ impl LossPlan {
             rate: transform::rate(spec),
             two_softmaxes: structure.temperature == TemperaturePlace::Logp,
             couples_rows: structure.couples_rows(),
+            row_terms: structure.row_terms.any(),
             inputs: structure.inputs().into_iter().map(TokenInput::name).collect(),
             has_kl: structure.kl.is_some(),
             policy: divisor(

@@ -107,8 +107,11 @@ def test_mistakes_are_named() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("extents", [(7, 33), (2, 3, 5)])
-def test_jax_operation_has_the_numbers_of_autodiff(reduction: str, extents: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("extents", "options"),
+    [((2, 3, 5), {}), ((7, 33), {"label_smoothing": 0.1, "z_loss": 1e-2}), ((2, 3, 2053), {"label_smoothing": 1.0})],
+)
+def test_jax_operation_has_the_numbers_of_autodiff(reduction: str, extents: tuple[int, ...], options: dict[str, float]) -> None:
     import assay.jax as operations
 
     rng = np.random.default_rng(3)
@@ -117,31 +120,51 @@ def test_jax_operation_has_the_numbers_of_autodiff(reduction: str, extents: tupl
     cotangents = jnp.asarray(rng.normal(size=labels.shape if reduction == "none" else ()), jnp.float32)
 
     def own(logits: Any) -> Any:
-        return (operations.cross_entropy(logits, labels, reduction=reduction) * cotangents).sum()
+        return (operations.cross_entropy(logits, labels, reduction=reduction, **options) * cotangents).sum()
 
     def plain(logits: Any) -> Any:
-        losses, counts = terms(logits.reshape(-1, extents[-1]), labels.reshape(-1))
+        losses, counts = terms(logits.reshape(-1, extents[-1]), labels.reshape(-1), **options)
         reduced = {"mean": losses.sum() / counts.sum(), "sum": losses.sum(), "none": losses.reshape(labels.shape)}[reduction]
         return (reduced * cotangents).sum()
 
     for ours, theirs in zip(jax.value_and_grad(own)(logits), jax.value_and_grad(plain)(logits)):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-6)
+    # Without a gradient the kernels are others.
+    np.testing.assert_allclose(own(logits), plain(logits), rtol=2e-6, atol=2e-6)
 
 
-def test_jax_operation_of_hidden_states_passes_a_campaign() -> None:
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_jax_operation_is_exact(reduction: str) -> None:
     import assay.jax as operations
 
+    terms_of_row = {"label_smoothing": 0.1, "z_loss": 1e-2, "reduction": reduction}
+
+    def of_logits(logits: Any, ids: Any) -> Any:
+        return operations.cross_entropy(logits, ids, softcap=20.0, **terms_of_row)
+
+    report = assay.check_cross_entropy(of_logits, grade="exact", softcap=20.0, **terms_of_row, **QUICK)
+    assert report.passed, report
+
     def of_head(hidden: Any, lm_head: Any, ids: Any) -> Any:
-        return operations.cross_entropy_of_hidden(hidden, lm_head.T, ids, reduction="sum")
+        return operations.cross_entropy_of_hidden(hidden, lm_head.T, ids, chunk=4, **terms_of_row)
 
     options = QUICK | {"shapes": ["2x3x8x33"], "cases": 4}
-    report = assay.check_cross_entropy(of_head, lm_head=True, reduction="sum", **options)
+    report = assay.check_cross_entropy(of_head, lm_head=True, **terms_of_row, **options)
     assert report.passed, report
+
+
+def test_jax_operation_names_what_it_does_not_compute() -> None:
+    import assay.jax as operations
+
     labels = jnp.full(3, -100)
     assert jnp.isnan(operations.cross_entropy(jnp.zeros((3, 5)), labels))
     assert operations.cross_entropy(jnp.zeros((3, 5)), labels, reduction="sum") == 0
     with pytest.raises(assay.ProblemError, match="`labels`: got shape \\[2\\], expected \\[3\\]"):
         operations.cross_entropy(jnp.zeros((3, 5)), labels[:2])
+    with pytest.raises(assay.SpecError, match="z_loss`: got 0.01, expected 0; `native` takes it"):
+        operations.cross_entropy(jnp.zeros((3, 5)), labels, z_loss=0.01, implementation="xla")
+    with pytest.raises(assay.SpecError, match="label_smoothing`: got 1.5"):
+        operations.cross_entropy(jnp.zeros((3, 5)), labels, label_smoothing=1.5)
 
 
 def all_extents() -> list[tuple[int, ...]]:

@@ -6,9 +6,10 @@
 
 mod frame;
 
-use ndarray::{Array2, ArrayView1, Ix0, Ix1, Ix2, Ix3};
+use ndarray::{Array2, ArrayView1, ArrayViewMut3, Ix0, Ix1, Ix2, Ix3};
 use pyo3::prelude::*;
 
+use assay::implementation::RunError;
 use assay::native::share::{self, ShareInputs, ShareLogits, ShareTokens, VocabShard};
 use assay::native::{Native, NativeElement};
 use assay::spec::{LossSpec, Temperature};
@@ -34,13 +35,20 @@ extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     unsafe { frame::answer(frame, handle_loss) }
 }
 
+/// The same arguments to `results` alone.
+extern "C" fn loss_forward(frame: *mut Frame) -> *mut Error {
+    // SAFETY: XLA calls it.
+    unsafe { frame::answer(frame, handle_loss_forward) }
+}
+
 /// The addresses of the handlers, by name.
 #[pyfunction]
-pub(crate) fn xla_handlers() -> [(&'static str, usize); 3] {
+pub(crate) fn xla_handlers() -> [(&'static str, usize); 4] {
     [
         ("statistics", statistics as *const () as usize),
         ("gradient", gradient as *const () as usize),
         ("loss", loss as *const () as usize),
+        ("loss_forward", loss_forward as *const () as usize),
     ]
 }
 
@@ -151,46 +159,73 @@ fn handle_gradient(call: &Call) -> Result<(), String> {
 
 fn handle_loss(call: &Call) -> Result<(), String> {
     fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
-        let ([logits, ids, mask, advantages, weights], mut rest) = call.arguments()?;
+        let ([logits], _) = call.arguments()?;
         let [dlogits, results] = call.outputs()?;
-        let spec = spec(call)?;
-        let bias = bias(&spec, &mut rest)?;
-        // Optional arguments follow the fixed ones in this order: segment ids, the inputs of the spec, kept sets, the bias.
-        let kept =
-            spec.reads_kept_ids().then(|| rest.pop().ok_or("`kept_ids`: not given, expected [B,T,K]")).transpose()?;
-        let kept_ids = kept.map(|kept| kept.view::<i32, Ix3>("kept_ids")).transpose()?;
-        let segment_ids = match call.text("sequences")? {
-            "packed" if rest.is_empty() => return Err("`segment_ids`: not given, expected [B,T]".into()),
-            "packed" => Some(rest.remove(0).view::<i32, Ix2>("segment_ids")?),
-            _ => None,
-        };
         let place = place::<E>(logits, dlogits)?;
-        let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
-        let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
-        let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix3>("weights")?);
-        let expected = Structure::from_spec(&spec).inputs();
-        if rest.len() != expected.len() {
-            return Err(format!("arguments: got {} beside the five, expected {}", rest.len(), expected.len()));
-        }
-        let inputs: Result<Vec<_>, String> =
-            expected.into_iter().zip(rest).map(|(input, buffer)| Ok((input, buffer.view(input.name())?))).collect();
-        let inputs = inputs?;
-        let results = results.view::<f32, Ix3>("results")?;
-        // Check every shape against the logits: XLA passes whatever the caller declared.
-        let per_token = [("ids", ids.shape()), ("advantages", advantages.shape())].into_iter();
-        let per_token = per_token.chain(segment_ids.as_ref().map(|ids| ("segment_ids", ids.shape())));
-        for (name, given) in per_token.chain(inputs.iter().map(|(input, values)| (input.name(), values.shape()))) {
-            expect_shape(name, given, &[b, t])?;
-        }
-        expect_shape("weights", weights.shape(), &[b, t, 3])?;
-        if let Some(kept) = &kept_ids {
-            expect_shape("kept_ids", kept.shape(), &[b, t, kept.dim().2])?;
-        }
-        expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
-        let tokens = ShareTokens { ids, mask: mask.view() };
-        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias, kept_ids };
-        Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
+        let dim = place.dlogits.dim();
+        with_loss(call, dim, results, |spec, weighed, results| {
+            Native::default().share_loss(spec, place, weighed, results)
+        })
     }
     let ([logits], _) = call.arguments()?;
     by_dtype!(logits, typed(call))
+}
+
+fn handle_loss_forward(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
+        let ([logits], _) = call.arguments()?;
+        let [results] = call.outputs()?;
+        let logits = logits.view::<E, Ix3>("logits")?;
+        with_loss(call, logits.dim(), results, |spec, weighed, results| {
+            Native::default().share_loss_forward(spec, logits, weighed, results)
+        })
+    }
+    let ([logits], _) = call.arguments()?;
+    by_dtype!(logits, typed(call))
+}
+
+/// Does `work` with the spec, the arguments after the logits, and the place for results, whose shapes are those of logits of extents
+/// `[b, t, _]`.
+fn with_loss(
+    call: &Call,
+    (b, t, _): (usize, usize, usize),
+    results: XlaOutput,
+    work: impl FnOnce(&LossSpec, &ShareInputs, ArrayViewMut3<f32>) -> Result<(), RunError>,
+) -> Result<(), String> {
+    let ([_, ids, mask, advantages, weights], mut rest) = call.arguments()?;
+    let spec = spec(call)?;
+    let bias = bias(&spec, &mut rest)?;
+    // Optional arguments follow the fixed ones in this order: segment ids, the inputs of the spec, kept sets, the bias.
+    let kept =
+        spec.reads_kept_ids().then(|| rest.pop().ok_or("`kept_ids`: not given, expected [B,T,K]")).transpose()?;
+    let kept_ids = kept.map(|kept| kept.view::<i32, Ix3>("kept_ids")).transpose()?;
+    let segment_ids = match call.text("sequences")? {
+        "packed" if rest.is_empty() => return Err("`segment_ids`: not given, expected [B,T]".into()),
+        "packed" => Some(rest.remove(0).view::<i32, Ix2>("segment_ids")?),
+        _ => None,
+    };
+    let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
+    let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix3>("weights")?);
+    let expected = Structure::from_spec(&spec).inputs();
+    if rest.len() != expected.len() {
+        return Err(format!("arguments: got {} beside the five, expected {}", rest.len(), expected.len()));
+    }
+    let inputs: Result<Vec<_>, String> =
+        expected.into_iter().zip(rest).map(|(input, buffer)| Ok((input, buffer.view(input.name())?))).collect();
+    let inputs = inputs?;
+    let results = results.view::<f32, Ix3>("results")?;
+    // Check every shape against the logits: XLA passes whatever the caller declared.
+    let per_token = [("ids", ids.shape()), ("advantages", advantages.shape())].into_iter();
+    let per_token = per_token.chain(segment_ids.as_ref().map(|ids| ("segment_ids", ids.shape())));
+    for (name, given) in per_token.chain(inputs.iter().map(|(input, values)| (input.name(), values.shape()))) {
+        expect_shape(name, given, &[b, t])?;
+    }
+    expect_shape("weights", weights.shape(), &[b, t, 3])?;
+    if let Some(kept) = &kept_ids {
+        expect_shape("kept_ids", kept.shape(), &[b, t, kept.dim().2])?;
+    }
+    expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
+    let tokens = ShareTokens { ids, mask: mask.view() };
+    let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias, kept_ids };
+    work(&spec, &weighed, results).map_err(|error| error.to_string())
 }
