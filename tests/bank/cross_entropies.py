@@ -1,7 +1,8 @@
-"""Cross-entropies in PyTorch: wrong ones for the bank, and the honest ones of PyTorch and of chunked and fused losses."""
+"""Cross-entropies: wrong ones in PyTorch for the bank, and honest ones of PyTorch and JAX, compiled, in chunks and fused."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -164,6 +165,11 @@ def linear(hidden: Any, weight: Any, ids: Any) -> Any:
     return F.linear_cross_entropy(hidden, weight, ids)
 
 
+def compiled(logits: Any, ids: Any) -> Any:
+    return COMPILED(logits, ids)
+
+
+COMPILED = torch.compile(smooth, dynamic=True)
 FORMS = [
     HonestForm("cross-entropy", plain, CAMPAIGN),
     HonestForm("cross-entropy, smooth", smooth, CAMPAIGN, {"label_smoothing": 0.1}),
@@ -172,6 +178,40 @@ FORMS = [
     HonestForm("cross-entropy, z-loss", with_z_loss, CAMPAIGN, {"label_smoothing": 0.1, "z_loss": 1e-3}),
     HonestForm("cross-entropy, softcap", capped, CAMPAIGN, {"softcap": 30.0, "logit_scale": 0.5}),
     HonestForm("cross-entropy in chunks", in_chunks, CAMPAIGN),
+    HonestForm("cross-entropy, compiled", compiled, CAMPAIGN, {"label_smoothing": 0.1, "shapes": "few", "dtypes": ["f32"]}),
     HonestForm("cross-entropy of a head", of_head, CAMPAIGN, {"lm_head": True}),
     HonestForm("linear cross-entropy", linear, CAMPAIGN, {"lm_head": True, "dtypes": ["f32"]}),
 ]
+
+
+def of_jax() -> list[HonestForm]:
+    import jax
+    import jax.numpy as jnp
+
+    def losses(logits: Any, ids: Any, label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Any, Any]:
+        """The loss of each token, 0 where it does not count, and which count."""
+        counts = ids != IGNORED
+        x = jnp.where(counts[:, None], logits.astype(jnp.float32), 0.0)
+        logp = jax.nn.log_softmax(x)
+        hard = -jnp.take_along_axis(logp, jnp.where(counts, ids, 0)[:, None], axis=-1)[:, 0]
+        uniform = -logp.mean(-1) if label_smoothing else 0.0
+        squares = z_loss * jax.nn.logsumexp(x, axis=-1) ** 2 if z_loss else 0.0
+        return jnp.where(counts, (1 - label_smoothing) * hard + label_smoothing * uniform + squares, 0.0), counts
+
+    def plain(logits: Any, ids: Any) -> Any:
+        of_each, counts = losses(logits, ids)
+        return of_each.sum() / counts.sum()
+
+    def smooth_with_z_loss(logits: Any, ids: Any) -> Any:
+        of_each, counts = losses(logits, ids, 0.1, 1e-3)
+        return of_each.sum() / counts.sum()
+
+    few = {"framework": "jax", "shapes": "few"}
+    return [
+        HonestForm("cross-entropy in JAX", plain, CAMPAIGN, few),
+        HonestForm("cross-entropy in JAX, z-loss", smooth_with_z_loss, CAMPAIGN, {**few, "label_smoothing": 0.1, "z_loss": 1e-3}),
+    ]
+
+
+if find_spec("jax"):
+    FORMS += of_jax()
