@@ -35,7 +35,7 @@ extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     unsafe { frame::answer(frame, handle_loss) }
 }
 
-/// The same arguments to `results` alone.
+/// Takes the arguments of [`loss`], and writes `results` alone.
 extern "C" fn loss_forward(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, handle_loss_forward) }
