@@ -61,7 +61,7 @@ def cross_entropy(
     if logits.ndim < 1 or labels.shape != logits.shape[:-1]:
         raise ProblemError(f"`labels`: got shape {list(labels.shape)}, expected {list(logits.shape[:-1])}, that of the tokens of `logits`")
     rows = logits.reshape(1, -1, logits.shape[-1])
-    asked = {"loss_scale": loss_scale, "implementation": implementation}
+    asked: dict[str, Any] = {"loss_scale": loss_scale, "implementation": implementation}
 
     def loss(ids: Array, **batch: Any) -> Array:
         return operations.grpo_loss(rows, ids, **batch, **asked).loss
@@ -69,7 +69,7 @@ def cross_entropy(
     def losses(ids: Array, **batch: Any) -> Array:
         return operations._losses_of_logits(rows, ids, implementation=implementation, **batch)
 
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
     return _reduced(losses if reduction == "none" else loss, labels, ignore_index, reduction, options)
 
 
@@ -108,7 +108,7 @@ def cross_entropy_of_hidden(
     if hidden.ndim < 1 or labels.shape != hidden.shape[:-1]:
         raise ProblemError(f"`labels`: got shape {list(labels.shape)}, expected {list(hidden.shape[:-1])}, that of the tokens of `hidden`")
     rows = hidden.reshape(1, -1, hidden.shape[-1])
-    asked = {"chunk": chunk, "logits_dtype": logits_dtype, "implementation": implementation}
+    asked: dict[str, Any] = {"chunk": chunk, "logits_dtype": logits_dtype, "implementation": implementation}
 
     def loss(ids: Array, **batch: Any) -> Array:
         return operations.grpo_loss_of_hidden(rows, lm_head, ids, loss_scale=loss_scale, **batch, **asked).loss
@@ -116,7 +116,7 @@ def cross_entropy_of_hidden(
     def losses(ids: Array, **batch: Any) -> Array:
         return operations._losses_of_hidden(rows, lm_head, ids, **batch, **asked)
 
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
     return _reduced(losses if reduction == "none" else loss, labels, ignore_index, reduction, options)
 
 

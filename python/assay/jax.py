@@ -361,7 +361,7 @@ def _losses_of_logits(
     _expect_logits(logits, ids)
     tokens = _Tokens(ids, mask, advantages, {}, None, None, None)
     batch = _Batch.of(tokens, axes, spec, implementation, None, None, logits.shape[2])
-    return _token_losses(batch.plan, axes, logits, *batch.arrays)  # type: ignore[no-any-return]
+    return _token_losses(batch.plan, axes, logits, *batch.arrays)
 
 
 def _losses_of_hidden(
@@ -381,7 +381,7 @@ def _losses_of_hidden(
     part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
     tokens = _Tokens(ids, mask, advantages, {}, None, None, None)
     batch = _Batch.of(tokens, axes, spec, implementation, None, None, lm_head.shape[1])
-    return _head_token_losses(batch.plan, axes, part, hidden, lm_head, *batch.arrays)  # type: ignore[no-any-return]
+    return _head_token_losses(batch.plan, axes, part, hidden, lm_head, *batch.arrays)
 
 
 # ---- the derivative
