@@ -350,7 +350,7 @@ def _of_logp(spec: Spec) -> Spec:
     return spec_of("logp", **{name: read[name] for name in ("temperature", "temperature_divides", "logits", "support")})
 
 
-# Losses of single tokens, for a cross-entropy that is not reduced.
+# ---- losses of single tokens, for a cross-entropy that is not reduced
 
 
 def _losses_of_logits(
@@ -376,7 +376,7 @@ def _losses_of_hidden(
     logits_dtype: Any,
     implementation: str | None,
 ) -> Array:
-    """Computes the same of the logits `hidden @ lm_head`, a chunk at a time."""
+    """Computes the loss of each token, `[B,T]`, from the logits `hidden @ lm_head`, a chunk at a time."""
     axes = _Axes.of(None, None, None)
     part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
     tokens = _Tokens(ids, mask, advantages, {}, None, None, None)

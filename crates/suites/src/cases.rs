@@ -470,7 +470,7 @@ pub fn any_kept_spec() -> BoxedStrategy<LossSpec> {
                 kl: only_set(kl, divides_logp || by_token_ratio),
             });
             spec.support.keep_sampled = keep_sampled && spec.ids_per_token == 1;
-            // Where no id is put back, one is left that a token of the narrowest vocabulary can have.
+            // A sampled id must lie in the support unless it is put back: id 0 stays, which a vocabulary of one entry has too.
             if !spec.support.keep_sampled {
                 spec.support.excluded_ids.retain(|&id| id != 0);
             }

@@ -131,8 +131,8 @@ struct RunningSums<'t, S: Simd> {
     running: [S::Sums; 2],
     /// Sums of the columns before `m` was last raised, in f64, also times `2^64` and in steps.
     before: [f64; 2],
-    /// Sums of the gaps of whole blocks, each below the maximum of its time, and what these gaps are taken from for the sum of all
-    /// transformed logits, the target among them; `None` if nobody reads it.
+    /// Two sums whose difference is that of all transformed logits, the target's among them: the gaps of whole blocks, each below
+    /// the maximum at its time, and those maxima with the logits of the last block. `None` if nobody reads it.
     logits: Option<(S::Sums, f64)>,
     transform: &'t RowTransform,
 }

@@ -117,7 +117,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let again = OneSoftmax { softmax: RecomputedExp::new(simd, self.logp, largest), factors };
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     let (mapping, logits) = (mapping.as_mut(), self.row.logits);
-                    write_with(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &again, constant);
+                    write_smoothed(simd, &streaming, mapping, i, logits, dlogits, NOT_SAVED, &again, constant);
                 }
             }
             // Saved exponentials: each block's are relative to the maximum at its time, so that its factors fade with later ones.
@@ -143,17 +143,27 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                             [again.unscale, factors[1]]
                         };
                         let over = OverLogits { factors, smallest: again.smallest };
-                        write_with(simd, &streaming, None, i, None, dlogits, NOT_SAVED, &over, constant);
+                        write_smoothed(simd, &streaming, None, i, None, dlogits, NOT_SAVED, &over, constant);
                         continue;
                     }
                     // They are beside the logits: one product of each without an entropy gradient, else the gaps are needed too.
                     let logits = self.row.logits;
                     let ExpBlock(exps) = &saved.exps[i];
                     if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
-                        write_with(simd, &streaming, None, i, logits, dlogits, exps, &TimesFactor(factor), constant);
+                        write_smoothed(
+                            simd,
+                            &streaming,
+                            None,
+                            i,
+                            logits,
+                            dlogits,
+                            exps,
+                            &TimesFactor(factor),
+                            constant,
+                        );
                     } else {
                         let sloped = TimesSlope { again, factors };
-                        write_with(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped, constant);
+                        write_smoothed(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped, constant);
                     }
                 }
             }
@@ -188,7 +198,7 @@ struct BlockTransform<'t, S: Simd> {
 /// Writes the `i`th block of a row as [`write`] does, with the constant of label smoothing if there is one.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "those of `write` and the constant")]
-fn write_with<S: Simd, E: NativeElement, U: DlogitsUnit<S> + Copy>(
+fn write_smoothed<S: Simd, E: NativeElement, U: DlogitsUnit<S> + Copy>(
     simd: S,
     streaming: &Streaming,
     mapping: Option<&mut BlockTransform<S>>,

@@ -85,7 +85,8 @@ fn target_at_minus_infinity_matches_reference() {
     }
 }
 
-/// The mean logit has the target's, which the sums of a softmax leave out, under a bias and a cap too.
+/// Label smoothing reads the mean of all logits, the target's among them, which the sums of a softmax leave out. Under a bias or a cap
+/// a block is copied without it.
 #[test]
 fn smoothing_under_a_transform_matches_reference() {
     for (softcap, bias) in [(None, true), (Some(3.0), false), (Some(3.0), true)] {
