@@ -67,7 +67,8 @@ impl LaneErrors {
     /// the sum stays below the next power of two, so their errors add up, to `D_t` over all places of `t`. Terms of the size of the
     /// ulp or below, as all have that come after a peak in its lane, are lost or rounded up by their size alone, and add up to one
     /// `D`. Terms that differ otherwise have independent errors. The sum of all is off by at most `Σ |D_t|`, and by more than six
-    /// times the root of `Σ D_t²` only by a chance of 2e-9; the smaller of the two, and what is absorbed, is the bound.
+    /// times the root of `Σ D_t²` only by a chance of 2e-9; the smaller of the two, and what is absorbed, is the bound. Terms that crowd
+    /// within a fraction of the sum's ulp are rounded alike without being equal, and lose more than that: see [`Self::alike`].
     fn walk(terms: impl Iterator<Item = f32>, lanes: usize) -> Self {
         let mut sums = vec![0.0_f32; lanes];
         let mut by_term: HashMap<u32, f64, BuildHasherDefault<TermHasher>> = HashMap::default();
@@ -86,6 +87,17 @@ impl LaneErrors {
         // The lanes' own sums are added in a few more steps, which κ counts.
         let sum = sums.iter().map(|lane| f64::from(*lane)).sum();
         Self { sum, absorbed, others, independent: f64::min(sizes, DEVIATIONS * f64::sqrt(squares)) }
+    }
+
+    /// Returns the error of terms that are rounded alike: what is absorbed, and what the walk's other terms lose beyond the bound for
+    /// independent ones, which shows that they are not.
+    fn alike(self) -> f64 {
+        self.absorbed + (self.others - self.independent).max(0.0)
+    }
+
+    /// Bounds the size of the whole error.
+    fn size(self) -> f64 {
+        self.alike() + self.independent
     }
 }
 
@@ -108,9 +120,8 @@ pub(crate) fn lane_sum_error_of(probabilities: &[f64]) -> f64 {
 
 /// Bounds the same for one number of lanes.
 fn sum_error_in(probabilities: &[f64], lanes: usize) -> f64 {
-    let LaneErrors { sum, absorbed, independent, .. } =
-        LaneErrors::walk(exponentials(probabilities).into_iter(), lanes);
-    (absorbed + independent) / sum
+    let walk = LaneErrors::walk(exponentials(probabilities).into_iter(), lanes);
+    walk.size() / walk.sum
 }
 
 /// Factors of a loss at which its cotangents are summed: how equal terms round depends on their place between two powers of two.
@@ -131,8 +142,8 @@ pub(super) fn cotangent_sum_error(label_smoothing: f64, id: usize, vocab: usize)
 pub(crate) fn sum_error_at_any_scale<I: Iterator<Item = f32>>(terms: impl Fn(f64) -> I) -> f64 {
     let error = |factor: i32, lanes: usize| {
         let factor = f64::exp2(f64::from(factor) / f64::from(FACTORS));
-        let LaneErrors { sum, absorbed, independent, .. } = LaneErrors::walk(terms(factor), lanes);
-        if sum == 0.0 { 0.0 } else { (absorbed + independent) / sum }
+        let walk = LaneErrors::walk(terms(factor), lanes);
+        if walk.sum == 0.0 { 0.0 } else { walk.size() / walk.sum }
     };
     let scales = LANES.into_iter().flat_map(|lanes| (0..FACTORS).map(move |factor| (factor, lanes)));
     scales.map(|(factor, lanes)| error(factor, lanes)).fold(0.0, f64::max)
@@ -178,7 +189,6 @@ pub(super) fn entropy_sum_error(
     }
     let has_gradient = token.grad_entropy != 0.0;
     let is_shared = !cotangents.is_empty();
-    let size = |walk: LaneErrors| walk.absorbed + walk.independent;
 
     let mut most = EntropyErrors::default();
     for shift in [-lane_sum, 0.0, lane_sum] {
@@ -193,7 +203,7 @@ pub(super) fn entropy_sum_error(
                 LaneErrors::walk(columns.iter().map(|column| factor * term(*column)), lanes)
             };
             // The products of probabilities, and those of exponentials that the sum divides.
-            let [of_p, of_e] = [1.0, 1.0 / largest].map(|unit| size(walk(unit as f32, |[p, l]| p * l)) / unit);
+            let [of_p, of_e] = [1.0, 1.0 / largest].map(|unit| walk(unit as f32, |[p, l]| p * l).size() / unit);
             most.value = most.value.max(of_p).max(of_e);
             if !has_gradient {
                 continue;
@@ -204,15 +214,15 @@ pub(super) fn entropy_sum_error(
                 for (id, grad) in &cotangents {
                     terms[*id] += *grad as f32;
                 }
-                size(LaneErrors::walk(terms.into_iter(), lanes))
+                LaneErrors::walk(terms.into_iter(), lanes).size()
             };
             let of_logs: fn([f32; 2]) -> f32 = |[p, l]| -p - p * l;
             let of_p: fn([f32; 2]) -> f32 = |[p, _]| -p;
-            let mut errors = [size(walk(factor, of_logs)), size(walk(factor, of_p))];
+            let mut errors = [walk(factor, of_logs).size(), walk(factor, of_p).size()];
             if is_shared {
                 errors = [errors[0].max(with_cotangents(of_logs)), errors[1].max(with_cotangents(of_p))];
             }
-            let in_two = size(walk(factor, |[p, l]| p * l)) + errors[1];
+            let in_two = walk(factor, |[p, l]| p * l).size() + errors[1];
             most.gradient = most.gradient.max(errors[0].max(in_two) / token.grad_entropy.abs());
         }
     }
@@ -248,7 +258,7 @@ pub(super) fn entropy_difference_error(
             let of_products = LaneErrors::walk(exponentials.iter().zip(z).map(product), lanes);
             let scale = f64::from(divisor) / of_sum.sum;
             let alike = of_products.absorbed + of_products.others;
-            let alike = by_sum * of_sum.absorbed / of_sum.sum + alike * scale;
+            let alike = by_sum * of_sum.alike() / of_sum.sum + alike * scale;
             let independent = [by_sum * of_sum.independent / of_sum.sum, of_products.independent * scale];
             alike + f64::hypot(independent[0], independent[1])
         };

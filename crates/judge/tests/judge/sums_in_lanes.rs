@@ -1,11 +1,12 @@
 //! `torch.log_softmax` in f32 on a CPU, and plain vector loops, at Qwen's vocabulary: a row's exponentials are added one after
 //! another in lanes. It passes at grade `standard`, on logits and behind an LM head, and what is wrong beside it does not.
 
-use assay_core::problem::{Dtype, HeadLayout, HeadProblem, Problem};
+use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::trial::JudgedProblem;
+use ndarray::Array3;
 
 use super::lane_kernel::{LaneKernel, RIGHT, VOCAB, failed, judged, regimes_apart, to_bf16, to_f16, to_tf32};
 
@@ -88,6 +89,32 @@ fn sum_in_lanes_passes_at_standard_behind_an_lm_head() {
         }
     }
     assert!(count > 0, "{count}");
+}
+
+/// Returns rows of one large logit above others so near each other that each exponential is 1.6 to 1.8 ulp of the sum in the largest's
+/// lane, where all are rounded up without being equal.
+fn crowd_below_a_peak() -> Problem {
+    const PEAK: usize = VOCAB / 2;
+    let problem = problem(Regime::Small, Dtype::F32, 4);
+    let shape = problem.shape();
+    let logits = Array3::from_shape_fn((shape.batch, shape.tokens, VOCAB), |(_, _, v)| match v {
+        PEAK => 15.42,
+        v => 0.1 * v as f64 / VOCAB as f64 - 0.05,
+    });
+    let logits = FloatArray::rounded_from(&logits, Dtype::F32);
+    Problem { logits, ..problem }
+}
+
+#[test]
+fn sum_of_a_crowd_below_a_peak_passes_standard() {
+    let failures = failures(&crowd_below_a_peak(), &IN_LANES);
+    assert_eq!(failures, [Vec::<String>::new(), Vec::new()]);
+}
+
+#[test]
+fn sum_of_a_crowd_with_twice_its_error_is_rejected() {
+    let failures = failures(&crowd_below_a_peak(), &[LaneKernel { error_factor: 2.0, ..RIGHT }]);
+    assert!(!failures[0].is_empty());
 }
 
 #[test]
