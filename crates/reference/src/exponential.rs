@@ -29,15 +29,29 @@ const STEP: [f64; 2] = [0.002_707_606_173_999_011, 6.327_543_041_662_719e-14];
 /// The number `1.5·2^52`: an f64 of this size has a spacing of 1, so that adding it rounds to an integer, in the last bits.
 const TO_INTEGER: f64 = 6_755_399_441_055_744.0;
 
+/// The largest size of `x` of the formula, which has no results that are subnormal, infinite or NaN.
+const LARGEST: f64 = 700.0;
+
 /// Returns the exponential `e^x`, correct to 0.505 ulp.
 #[inline]
 pub(super) fn exponential(x: f64) -> f64 {
-    // The formula has no results that are subnormal, infinite or NaN.
-    if x.abs() <= 700.0 { by_formula(x) } else { x.exp() }
+    if x.abs() <= LARGEST { by_formula(x) } else { x.exp() }
 }
 
-/// Returns `e^x` for an `x` of at most 700 in size.
-#[inline]
+/// Replaces each `x` of a few hundred by [`exponential`] of it, in a loop without a branch where the formula serves for all.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
+pub(super) fn exponentiate(values: &mut [f64]) {
+    if values.iter().fold(true, |all, x| all & (x.abs() <= LARGEST)) {
+        values.iter_mut().for_each(|x| *x = by_formula(*x));
+    } else {
+        values.iter_mut().for_each(|x| *x = exponential(*x));
+    }
+}
+
+/// Returns `e^x` for an `x` of at most [`LARGEST`] in size.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the loops over it are compiled for several vector units")]
 fn by_formula(x: f64) -> f64 {
     let shifted = x * STEPS_OF_1 + TO_INTEGER;
     let k = shifted - TO_INTEGER;

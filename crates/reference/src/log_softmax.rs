@@ -1,7 +1,10 @@
 //! The softmax of one row of logits, its log-probabilities and its entropy.
 
-use super::exponential::exponential;
-use super::sum::Sum;
+use std::array::from_fn;
+
+use super::exponential::{exponential, exponentiate};
+use super::sum::SumInLanes;
+use multiversion::multiversion;
 
 /// Softmax statistics of a row `z[0..V]` of scaled logits.
 ///
@@ -38,52 +41,80 @@ pub struct Softmax {
 /// The number of exponentials that are computed before they are added: few enough to stay in a cache.
 const AT_ONCE: usize = 512;
 
+/// The terms that are added side by side.
+const LANES: usize = 4;
+
+/// Returns the largest logit of a row; NaN if one of them is.
+#[multiversion(targets("x86_64+avx2"))]
+fn largest(z: &[f64]) -> f64 {
+    let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
+    let largest = |of: &[f64]| of.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m { x } else { m });
+    // A maximum of chunks has no chain of comparisons through the whole row.
+    let max = largest(&z.chunks(32).map(largest).collect::<Vec<_>>());
+    if any_nan { f64::NAN } else { max }
+}
+
+/// Returns `Σ e_j`, `Σ e_j·a_j` and `Σ e_j·a_j²` over the row `z` but for the entry `peak`, whose gap is 0.
+#[multiversion(targets("x86_64+avx2"))]
+fn sums_beside(peak: usize, z: &[f64]) -> [f64; 3] {
+    let mut sums = [SumInLanes::<LANES>::default(); 2];
+    // Used for limits only and not for a value: a plain sum suffices.
+    let mut weighted_squares = [0.0; LANES];
+    let [mut gaps, mut exponentials] = [[0.0; AT_ONCE]; 2];
+    for (chunk, part) in z.chunks(AT_ONCE).enumerate() {
+        for (gap, x) in gaps.iter_mut().zip(part) {
+            *gap = z[peak] - x;
+        }
+        for (e, gap) in exponentials.iter_mut().zip(&gaps) {
+            *e = -gap;
+        }
+        exponentiate(&mut exponentials[..part.len()]);
+        exponentials[part.len()..].fill(0.0);
+        if let Some(e) = peak.checked_sub(chunk * AT_ONCE).and_then(|peak| exponentials.get_mut(peak)) {
+            *e = 0.0;
+        }
+        for (gaps, exponentials) in gaps.as_chunks::<LANES>().0.iter().zip(exponentials.as_chunks::<LANES>().0) {
+            // The gap of a logit of −∞ is ∞, whose product with 0 would be NaN.
+            let gaps: [f64; LANES] = from_fn(|lane| if exponentials[lane] > 0.0 { gaps[lane] } else { 0.0 });
+            let weighted: [f64; LANES] = from_fn(|lane| exponentials[lane] * gaps[lane]);
+            weighted_squares = from_fn(|lane| weighted_squares[lane] + weighted[lane] * gaps[lane]);
+            sums[0].add(*exponentials);
+            sums[1].add(weighted);
+        }
+    }
+    [sums[0].value(), sums[1].value(), weighted_squares.iter().sum()]
+}
+
+/// Returns `exp(z_j − max) / sum` of each of the logits `z`.
+#[multiversion(targets("x86_64+avx2"))]
+fn probabilities(z: &[f64], max: f64, sum: f64) -> Vec<f64> {
+    let mut probabilities: Vec<f64> = z.iter().map(|z| z - max).collect();
+    for part in probabilities.chunks_mut(AT_ONCE) {
+        exponentiate(part);
+    }
+    for p in &mut probabilities {
+        *p /= sum;
+    }
+    probabilities
+}
+
 impl Softmax {
     /// Computes the statistics of the row `z`.
     pub fn new(z: &[f64]) -> Self {
-        let nan = f64::NAN;
-        let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
-        let largest = |of: &[f64]| of.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m { x } else { m });
-        // A maximum of chunks has no chain of comparisons through the whole row.
-        let max = largest(&z.chunks(32).map(largest).collect::<Vec<_>>());
-        let max = if any_nan { nan } else { max };
-        if !max.is_finite() {
-            return Self { max, sum: nan, rest: nan, log_sum: nan, mean_gap: nan, mean_square_gap: nan };
-        }
+        let (max, nan) = (largest(z), f64::NAN);
         // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
         // small the rest is.
-        let peak = z.iter().position(|&x| x == max);
-        // The sums Σ e_j and Σ e_j·a_j, added side by side as one vector.
-        let mut sums = [Sum::default(); 2];
-        // Used for limits only and not for a value: a plain sum suffices.
-        let mut weighted_squares = 0.0;
-        let [mut gaps, mut exponentials] = [[0.0; AT_ONCE]; 2];
-        for (chunk, z) in z.chunks(AT_ONCE).enumerate() {
-            for ((gap, e), x) in gaps.iter_mut().zip(&mut exponentials).zip(z) {
-                *gap = max - x;
-                *e = exponential(-*gap);
-            }
-            if let Some(e) = peak.and_then(|peak| exponentials.get_mut(peak.checked_sub(chunk * AT_ONCE)?)) {
-                *e = 0.0;
-            }
-            for (&gap, &e) in gaps[..z.len()].iter().zip(&exponentials) {
-                // The gap of a logit of −∞ is ∞, whose product with 0 would be NaN.
-                let gap = if e > 0.0 { gap } else { 0.0 };
-                for (sum, term) in sums.iter_mut().zip([e, e * gap]) {
-                    sum.add(term);
-                }
-                weighted_squares += e * gap * gap;
-            }
-        }
-        let [rest, weighted_gaps] = sums;
-        let rest = rest.value();
+        let Some(peak) = z.iter().position(|&x| x == max).filter(|_| max.is_finite()) else {
+            return Self { max, sum: nan, rest: nan, log_sum: nan, mean_gap: nan, mean_square_gap: nan };
+        };
+        let [rest, weighted_gaps, weighted_squares] = sums_beside(peak, z);
         let sum = 1.0 + rest;
         Self {
             max,
             sum,
             rest,
             log_sum: rest.ln_1p(),
-            mean_gap: weighted_gaps.value() / sum,
+            mean_gap: weighted_gaps / sum,
             mean_square_gap: weighted_squares / sum,
         }
     }
@@ -95,12 +126,7 @@ impl Softmax {
 
     /// Returns [`probability`](Self::probability) of each of the logits `z`.
     pub(super) fn probabilities(&self, z: &[f64]) -> Vec<f64> {
-        // In two loops, of which the second divides several numbers at once.
-        let mut probabilities: Vec<f64> = z.iter().map(|z| exponential(z - self.max)).collect();
-        for p in &mut probabilities {
-            *p /= self.sum;
-        }
-        probabilities
+        probabilities(z, self.max, self.sum)
     }
 
     /// Returns the log-probability `log p = −a − ln S` of the logit `z`, nats.
