@@ -10,6 +10,7 @@ use super::distillation::{self, DivergenceCondition};
 use super::tolerance::Grade;
 use assay_core::spec::{RatioLevel, SoftmaxRange};
 use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
+use multiversion::multiversion;
 
 /// The bounds `κ·u·scale + floor` of the errors of some columns.
 #[derive(Clone, Debug)]
@@ -221,7 +222,7 @@ impl<'c> DlogitsCondition<'c> {
 
     /// Bounds the dlogits of `columns`.
     pub(super) fn whole(&self, columns: &TokenColumns) -> ColumnErrors {
-        self.whole_and_flushed(columns).0
+        whole_and_flushed(self, columns).0
     }
 
     /// Bounds the dlogits of `columns`, and splits off the parts that they share.
@@ -229,7 +230,7 @@ impl<'c> DlogitsCondition<'c> {
         if let Some(divergence) = &self.condition.divergence {
             return self.parts_of_divergence(divergence, columns);
         }
-        let (mut whole, flushed) = self.whole_and_flushed(columns);
+        let (mut whole, flushed) = whole_and_flushed(self, columns);
         // The common part is what an error of `G`, of `S` or of the mean gap does to every column alike, in proportion
         // to `p_j`. It is split off because such errors cannot cancel in a product with the head's weights.
         let p = &columns.logp().probabilities;
@@ -406,127 +407,134 @@ impl<'c> DlogitsCondition<'c> {
     fn is_standard(&self) -> bool {
         self.condition.grade == Grade::Standard
     }
+}
 
-    /// Bounds the dlogits of `columns`, and returns the part of the floor that is flushed.
-    fn whole_and_flushed(&self, columns: &TokenColumns) -> (ColumnErrors, Vec<f64>) {
-        let Self { reference, token, condition, grad, grad_entropy, rounded, .. } = *self;
-        let spec = reference.spec();
-        let (of_logp, of_entropy) = (columns.logp(), columns.entropy());
-        let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
-        let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.softmax);
-        let scale_of_logits = spec.logits.scale.abs();
-        let errors: Option<Vec<f64>> = (!condition.errors.is_empty())
-            .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
-        let gaps_of_logp = gaps(logp, of_logp, rounded);
+/// Bounds the dlogits of `columns`, and returns the part of the floor that is flushed.
+#[multiversion(targets("x86_64+avx2"))]
+fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (ColumnErrors, Vec<f64>) {
+    let DlogitsCondition { reference, token, condition, grad, grad_entropy, rounded, .. } = *of_token;
+    let spec = reference.spec();
+    let (of_logp, of_entropy) = (columns.logp(), columns.entropy());
+    let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
+    let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.softmax);
+    let scale_of_logits = spec.logits.scale.abs();
+    let errors: Option<Vec<f64>> = (!condition.errors.is_empty())
+        .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
+    let gaps_of_logp = gaps(logp, of_logp, rounded);
 
-        let mut whole = ColumnErrors::zeros(p.len());
-        // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
-        // target.
-        let mut flushed = vec![1.0 + self.flushed + grad; p.len()];
-        // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
-        let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
-        // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
-        if grad != 0.0 {
-            let common = self.common();
-            let bounds = whole.scale.iter_mut().zip(&mut whole.floor);
-            for ((scale, floor), (&p, gap)) in bounds.zip(p.iter().zip(&gaps_of_logp)) {
-                *scale = p * (common.scale + grad * gap);
-                *floor = p * common.floor;
-            }
-            for (v, error) in errors.iter().flatten().enumerate() {
-                whole.floor[v] += p[v] * grad * error / logp.divisor;
-            }
-            value.iter_mut().flatten().zip(p).for_each(|(value, &p)| *value = grad * p);
-            for (target, y) in self.targets_in(columns) {
-                let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
-                whole.set(y, self.target_bound(target, p[y], gaps_of_logp[y], error));
-                if let Some(value) = &mut value {
-                    value[y] = target.own * target.others + target.rest * p[y];
-                }
-                flushed[y] += target.own * (reference.shape().vocab as f64 - 1.0);
-                // G/S itself, before Σ_{j≠y} e_j multiplies it; of another column, whose e_j is at most 1, that is no more than what
-                // the output may lose.
-                let sum_of_others = logp.stats.log_sum.exp() * target.others;
-                flushed[y] += sum_of_others * self.targets.len() as f64;
-            }
+    let mut whole = ColumnErrors::zeros(p.len());
+    // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
+    // target.
+    let mut flushed = vec![1.0 + of_token.flushed + grad; p.len()];
+    // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
+    let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
+    // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
+    if grad != 0.0 {
+        let common = of_token.common();
+        let bounds = whole.scale.iter_mut().zip(&mut whole.floor);
+        for ((scale, floor), (&p, gap)) in bounds.zip(p.iter().zip(&gaps_of_logp)) {
+            *scale = p * (common.scale + grad * gap);
+            *floor = p * common.floor;
         }
-        // The part of the mean of the logits is rounded, and so is its sum with the others.
-        if self.constant != 0.0 {
-            whole.scale.iter_mut().for_each(|scale| *scale += 2.0 * self.constant);
-            value.iter_mut().flatten().for_each(|value| *value += self.constant);
+        for (v, error) in errors.iter().flatten().enumerate() {
+            whole.floor[v] += p[v] * grad * error / logp.divisor;
         }
-        if let Some(kl) = self.kl {
-            self.add_kl(kl, columns, errors.as_deref(), (&mut whole, &mut flushed, &mut value));
-        }
-        // The entropy bonus: C_E, without 1/T.
-        if grad_entropy > 0.0 {
-            let is_shared = logp.is_same_function(entropy);
-            let rounded = self.rounded_of_entropy;
-            let mut spans = if is_shared { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
-            let over_vocabulary = entropy.range == SoftmaxRange::Vocabulary;
-            let mean_error = if over_vocabulary { base.vocabulary.mean_error } else { base.mean_error };
-            let of_sum = if over_vocabulary { base.vocabulary.separate_sum } else { 0.0 };
-            for ((scale, &q), span) in whole.scale.iter_mut().zip(q).zip(&mut spans) {
-                *span += entropy.stats.mean_gap;
-                *scale += grad_entropy * q * (*span * (1.0 + *span) + base.second_moment);
+        value.iter_mut().flatten().zip(p).for_each(|(value, &p)| *value = grad * p);
+        for (target, y) in of_token.targets_in(columns) {
+            let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
+            whole.set(y, of_token.target_bound(target, p[y], gaps_of_logp[y], error));
+            if let Some(value) = &mut value {
+                value[y] = target.own * target.others + target.rest * p[y];
             }
-            if let Some(errors) = &errors {
-                for (v, error) in errors.iter().enumerate() {
-                    let error = (error + mean_error) / entropy.divisor;
-                    whole.floor[v] += grad_entropy * q[v] * (error * (1.0 + 2.0 * spans[v] + error) + base.spread);
-                }
-            }
-            if self.is_standard() {
-                // The textbook's −q_j(ln q_j + H): |ln q_j| is the gap and ln S, more than the span by this.
-                let beside_gap = 2.0 + entropy.stats.log_sum + token.entropy - rounded - entropy.stats.mean_gap;
-                for v in 0..p.len() {
-                    let (of_q, span) = (grad_entropy * q[v], spans[v]);
-                    whole.scale[v] += of_q * (1.0 + span) * beside_gap.max(0.0);
-                    whole.floor[v] += of_q * (base.offsets[1] + of_sum) * (span + beside_gap);
-                }
-            }
-            value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {
-                *value += grad_entropy * q * span;
-            });
-            // ā may lose e·a of every column, which is largest where e is the smallest number that f32 keeps.
-            let sum = entropy.stats.log_sum.exp();
-            let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
-            for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
-                // E/S may be flushed too, before e_j·(a_j − ā) multiplies it.
-                *flushed += 1.0 + q * sum * span + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
-            }
+            flushed[y] += target.own * (reference.shape().vocab as f64 - 1.0);
+            // G/S itself, before Σ_{j≠y} e_j multiplies it; of another column, whose e_j is at most 1, that is no more than what
+            // the output may lose.
+            let sum_of_others = logp.stats.log_sum.exp() * target.others;
+            flushed[y] += sum_of_others * of_token.targets.len() as f64;
         }
-        // A transform of logits multiplies everything by its slope.
-        if let Some(slopes) = columns.slopes() {
-            let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
-            whole.multiply(&slopes);
-            flushed.iter_mut().zip(&slopes).for_each(|(flushed, slope)| *flushed *= slope.max(1.0));
-        }
-        // 1 − tanh² is rounded at the size of 1.
-        if let (Some(cap), Some(value)) = (spec.logits.softcap, value) {
-            for (v, value) in value.into_iter().enumerate() {
-                let error = errors.as_ref().map_or(0.0, |errors| errors[v]);
-                whole.scale[v] += scale_of_logits * value;
-                whole.floor[v] += scale_of_logits * value * 2.0 * error / cap;
-            }
-        }
-        // What is flushed before the transform of logits is multiplied by its slope, and divided by the temperature.
-        let flushed_once = FLUSHED / token.temperature().min(1.0);
-        let t = 1.0 / token.temperature();
-        for ((scale, floor), flushed) in whole.scale.iter_mut().zip(&mut whole.floor).zip(&mut flushed) {
-            *flushed *= flushed_once;
-            *scale *= t;
-            *floor = *floor * t + *flushed;
-        }
-        (whole, flushed)
     }
+    // The part of the mean of the logits is rounded, and so is its sum with the others.
+    if of_token.constant != 0.0 {
+        whole.scale.iter_mut().for_each(|scale| *scale += 2.0 * of_token.constant);
+        value.iter_mut().flatten().for_each(|value| *value += of_token.constant);
+    }
+    if let Some(kl) = of_token.kl {
+        of_token.add_kl(kl, columns, errors.as_deref(), (&mut whole, &mut flushed, &mut value));
+    }
+    // The entropy bonus: C_E, without 1/T.
+    if grad_entropy > 0.0 {
+        let is_shared = logp.is_same_function(entropy);
+        let rounded = of_token.rounded_of_entropy;
+        let mut spans = if is_shared { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
+        let over_vocabulary = entropy.range == SoftmaxRange::Vocabulary;
+        let mean_error = if over_vocabulary { base.vocabulary.mean_error } else { base.mean_error };
+        let of_sum = if over_vocabulary { base.vocabulary.separate_sum } else { 0.0 };
+        for ((scale, &q), span) in whole.scale.iter_mut().zip(q).zip(&mut spans) {
+            *span += entropy.stats.mean_gap;
+            *scale += grad_entropy * q * (*span * (1.0 + *span) + base.second_moment);
+        }
+        if let Some(errors) = &errors {
+            for (v, error) in errors.iter().enumerate() {
+                let error = (error + mean_error) / entropy.divisor;
+                whole.floor[v] += grad_entropy * q[v] * (error * (1.0 + 2.0 * spans[v] + error) + base.spread);
+            }
+        }
+        if of_token.is_standard() {
+            // The textbook's −q_j(ln q_j + H): |ln q_j| is the gap and ln S, more than the span by this.
+            let beside_gap = 2.0 + entropy.stats.log_sum + token.entropy - rounded - entropy.stats.mean_gap;
+            for v in 0..p.len() {
+                let (of_q, span) = (grad_entropy * q[v], spans[v]);
+                whole.scale[v] += of_q * (1.0 + span) * beside_gap.max(0.0);
+                whole.floor[v] += of_q * (base.offsets[1] + of_sum) * (span + beside_gap);
+            }
+        }
+        value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {
+            *value += grad_entropy * q * span;
+        });
+        // ā may lose e·a of every column, which is largest where e is the smallest number that f32 keeps.
+        let sum = entropy.stats.log_sum.exp();
+        let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
+        for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
+            // E/S may be flushed too, before e_j·(a_j − ā) multiplies it.
+            *flushed += 1.0 + q * sum * span + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
+        }
+    }
+    // A transform of logits multiplies everything by its slope.
+    if let Some(slopes) = columns.slopes() {
+        let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
+        whole.multiply(&slopes);
+        flushed.iter_mut().zip(&slopes).for_each(|(flushed, slope)| *flushed *= slope.max(1.0));
+    }
+    // 1 − tanh² is rounded at the size of 1.
+    if let (Some(cap), Some(value)) = (spec.logits.softcap, value) {
+        for (v, value) in value.into_iter().enumerate() {
+            let error = errors.as_ref().map_or(0.0, |errors| errors[v]);
+            whole.scale[v] += scale_of_logits * value;
+            whole.floor[v] += scale_of_logits * value * 2.0 * error / cap;
+        }
+    }
+    // What is flushed before the transform of logits is multiplied by its slope, and divided by the temperature.
+    let flushed_once = FLUSHED / token.temperature().min(1.0);
+    let t = 1.0 / token.temperature();
+    for ((scale, floor), flushed) in whole.scale.iter_mut().zip(&mut whole.floor).zip(&mut flushed) {
+        *flushed *= flushed_once;
+        *scale *= t;
+        *floor = *floor * t + *flushed;
+    }
+    (whole, flushed)
 }
 
 /// Returns the gap `a_j` of each column with its rounding; 0 for a column of probability 0.
 ///
 /// `z` is the quotient by `T` that the maximum was taken of: a product by `1/T` would leave the maximum's own gap a little below 0, which
 /// is more than everything else in a row that is nearly certain.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
 fn gaps(softmax: &ScaledSoftmax, columns: &SoftmaxColumns, rounded: f64) -> Vec<f64> {
-    let gap = |(z, &p): (&f64, &f64)| (if p == 0.0 { 0.0 } else { softmax.stats.max - z }) + rounded;
+    let max = softmax.stats.max;
+    let gap = |(&z, &p): (&f64, &f64)| {
+        let gap = max - z;
+        (if p == 0.0 { 0.0 } else { gap }) + rounded
+    };
     columns.z.iter().zip(&columns.probabilities).map(gap).collect()
 }

@@ -277,7 +277,8 @@ impl Tally {
     }
 
     /// Compares many values: `exact` and `actual` at each place, against the limit from `against`.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     pub fn compare_all(
         &mut self,
         at: impl Fn(usize) -> Position,
@@ -303,7 +304,8 @@ impl Tally {
     }
 
     /// Sorts at most [`AT_ONCE`] errors into their buckets, by counting how many exceed each edge until none does.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
         let [mut errors, mut ulps] = [[0.0; AT_ONCE]; 2];
         for ((error, ulp), (x, y)) in errors.iter_mut().zip(&mut ulps).zip(exact.iter().zip(actual)) {
@@ -326,7 +328,8 @@ impl Tally {
     /// Whether all values are finite, and none is worse than all before, so that only the histogram changes.
     ///
     /// This is true of almost all blocks, and is decided without a branch in the loop.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> bool {
         let (unit, worst, kappa_seen) = (against.unit, self.worst_quotient, self.kappa_seen);
         let mut none = self.worst.is_some();

@@ -43,9 +43,13 @@ pub(super) fn exponential(x: f64) -> f64 {
 #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
 pub(super) fn exponentiate(values: &mut [f64]) {
     if values.iter().fold(true, |all, x| all & (x.abs() <= LARGEST)) {
-        values.iter_mut().for_each(|x| *x = by_formula(*x));
+        for x in values {
+            *x = by_formula(*x);
+        }
     } else {
-        values.iter_mut().for_each(|x| *x = exponential(*x));
+        for x in values {
+            *x = exponential(*x);
+        }
     }
 }
 

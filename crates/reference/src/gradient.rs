@@ -2,6 +2,7 @@
 
 use super::Token;
 use super::columns::{SoftmaxColumns, TokenColumns};
+use multiversion::multiversion;
 
 /// One log-probability of a token, and the derivative of the loss with respect to it.
 #[derive(Clone, Copy)]
@@ -56,6 +57,7 @@ impl RowGradient {
 ///
 /// On an id's own column `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
+#[multiversion(targets("x86_64+avx2"))]
 pub(super) fn dlogits_row(
     columns: &TokenColumns,
     token: &Token,

@@ -1,5 +1,7 @@
 //! [`CandidateRow`]: the dlogits of one token under their three gates: each element, the row's norm, and the row's sum.
 
+use std::array::from_fn;
+
 use ndarray::Ix3;
 
 use super::branch::BranchDlogits;
@@ -13,6 +15,7 @@ use crate::metric::{Allowance, Allowances, Position, Tally};
 use crate::tolerance::Limits;
 use assay_core::problem::{Dtype, FloatView, HeadShape, Shape};
 use assay_reference::{Reference, TokenColumns};
+use multiversion::multiversion;
 
 /// The ways in which dlogits are compared, in the order of [`RowTallies::into_tallies`].
 pub(super) const DLOGITS_MODELS: [Model; 3] = [Model::Elementwise, Model::RowL2, Model::RowSum];
@@ -67,40 +70,6 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
         Some(Self { token, actual, stored, kappa: limits.kappa(Output::Dlogits), reports_nonfinite, mapped })
     }
 
-    /// Compares the vocabulary entries from `first` on, and adds them to `sums`.
-    fn add(
-        &self,
-        reference: &Reference,
-        sums: &mut RowSums,
-        first: usize,
-        (exact, bounds): &(Vec<f64>, ColumnErrors),
-        actual: &[f64],
-    ) {
-        let (token, stored, kappa) = (self.token, self.stored, self.kappa);
-        let at = |v| Position::column(token.b, token.t, first + v);
-        let allowed = stored.allowances(exact, bounds);
-        // Only a token that may overflow needs the loop element by element; all other tokens take the blockwise
-        // comparison, which decides most blocks without a branch.
-        if token.may_be_nonfinite() {
-            for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
-                let unlimited = x.is_finite() && !(bounds.scale[v] + bounds.floor[v]).is_finite();
-                let reported_elsewhere = !x.is_finite() && self.reports_nonfinite;
-                if unlimited || reported_elsewhere || !y.is_finite() {
-                    sums.elements.report(at(v));
-                    // A norm or a sum with such an element has no value: NaN marks it as not compared.
-                    sums.plain[0] = f64::NAN;
-                } else {
-                    sums.elements.compare(at(v), x, y, kappa, allowed.at(v), stored.given);
-                }
-            }
-        } else {
-            sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
-        }
-        // The ids are of the whole row, and are moved to the block's own numbering; those of other blocks are left out.
-        let ids = token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&y| y < exact.len());
-        sums.add(exact, actual, &allowed, &ids.collect::<Vec<_>>());
-    }
-
     /// Returns the largest errors allowed for some vocabulary entries.
     fn limits(&self, exact: &[f64], bounds: &ColumnErrors) -> Vec<f64> {
         let Allowances { rounding, unit, scale, floor } = self.stored.allowances(exact, bounds);
@@ -137,43 +106,85 @@ struct RowSums {
 }
 
 /// The error of a value and the parts of its limit, or sums of them: error, rounding, scale, floor.
-///
-/// An array, so that the four are added as vectors: a row has a million of them, each sum in the order of the vocabulary.
 type RowParts = [f64; 4];
 
-impl RowSums {
-    /// Adds vocabulary entries; `targets` are the places of the token's ids among them.
-    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
-        // The norm leaves the token's ids out: the limit of a target is about G, of another column p_j·G, and the
-        // one would hide the errors of all others. Nearly all blocks have no id that is looked for.
-        if targets.is_empty() {
-            self.add_each(exact, actual, allowed, |_| true);
-        } else {
-            self.add_each(exact, actual, allowed, |v| !targets.contains(&v));
-        }
-    }
+/// The values that are added side by side, so that no addition waits for the one before it.
+const LANES: usize = 4;
 
-    /// Adds vocabulary entries, of which the norm has those that `in_norm` is true of.
-    #[inline]
-    fn add_each(
-        &mut self,
-        exact: &[f64],
-        actual: &[f64],
-        Allowances { rounding, scale, floor, .. }: &Allowances,
-        in_norm: impl Fn(usize) -> bool,
-    ) {
-        // Copies, which stay in registers.
-        let (mut plain, mut squares) = (self.plain, self.squares);
-        let allowances = rounding.iter().zip(scale).zip(&**floor);
-        for (v, ((x, y), ((&rounding, &scale), &floor))) in exact.iter().zip(actual).zip(allowances).enumerate() {
-            let parts = [y - x, rounding, scale, floor];
-            plain.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
-            if in_norm(v) {
-                squares.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part * part);
+/// Returns the sum of `values`, and that of their squares.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
+fn sum_and_squares(values: &[f64]) -> [f64; 2] {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let [mut plain, mut squares] = [[0.0; LANES]; 2];
+    for values in chunks {
+        plain = from_fn(|lane| plain[lane] + values[lane]);
+        squares = from_fn(|lane| squares[lane] + values[lane] * values[lane]);
+    }
+    let squares_of_rest: f64 = rest.iter().map(|x| x * x).sum();
+    [plain.iter().chain(rest).sum(), squares.iter().sum::<f64>() + squares_of_rest]
+}
+
+impl RowSums {
+    /// Adds vocabulary entries; `targets` are the places of the token's ids among them, in ascending order.
+    ///
+    /// The norm leaves the token's ids out: the limit of a target is about G, of another column `p_j·G`, and the one would hide the errors
+    /// of all others.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
+    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
+        let errors: Vec<f64> = exact.iter().zip(actual).map(|(x, y)| y - x).collect();
+        let parts = [&*errors, &allowed.rounding, &allowed.scale, &allowed.floor];
+        for (part, values) in parts.into_iter().enumerate() {
+            let mut first = 0;
+            // What is between two ids, and after the last.
+            let ends = targets.iter().copied().chain([values.len()]);
+            for end in ends {
+                let [plain, squares] = sum_and_squares(&values[first..end]);
+                self.plain[part] += plain + values.get(end).copied().unwrap_or_default();
+                self.squares[part] += squares;
+                first = end + 1;
             }
         }
-        (self.plain, self.squares) = (plain, squares);
     }
+}
+
+/// Compares the vocabulary entries from `first` on, and adds them to `sums`.
+#[multiversion(targets("x86_64+avx2"))]
+fn compare_columns(
+    row: &CandidateRow,
+    reference: &Reference,
+    sums: &mut RowSums,
+    first: usize,
+    (exact, bounds): &(Vec<f64>, ColumnErrors),
+    actual: &[f64],
+) {
+    let (token, stored, kappa) = (row.token, row.stored, row.kappa);
+    let at = |v| Position::column(token.b, token.t, first + v);
+    let allowed = stored.allowances(exact, bounds);
+    // Only a token that may overflow needs the loop element by element; all other tokens take the blockwise
+    // comparison, which decides most blocks without a branch.
+    if token.may_be_nonfinite() {
+        for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
+            let unlimited = x.is_finite() && !(bounds.scale[v] + bounds.floor[v]).is_finite();
+            let reported_elsewhere = !x.is_finite() && row.reports_nonfinite;
+            if unlimited || reported_elsewhere || !y.is_finite() {
+                sums.elements.report(at(v));
+                // A norm or a sum with such an element has no value: NaN marks it as not compared.
+                sums.plain[0] = f64::NAN;
+            } else {
+                sums.elements.compare(at(v), x, y, kappa, allowed.at(v), stored.given);
+            }
+        }
+    } else {
+        sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
+    }
+    // The ids are of the whole row, and are moved to the block's own numbering; those of other blocks are left out.
+    let ids = token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&y| y < exact.len());
+    let mut ids: Vec<usize> = ids.collect();
+    ids.sort_unstable();
+    ids.dedup();
+    sums.add(exact, actual, &allowed, &ids);
 }
 
 /// Compares the row of each candidate on each of `choices`; the result has one entry per candidate and choice.
@@ -194,10 +205,10 @@ pub(super) fn compare_rows(
     walk_rows(reference, token, rows, choices, |block, row, actual| {
         for (choice, (expected, sums)) in block.expected.iter().zip(&mut sums[row]).enumerate() {
             match &shifts {
-                None => rows[row].add(reference, sums, block.columns.first(), expected, actual),
+                None => compare_columns(&rows[row], reference, sums, block.columns.first(), expected, actual),
                 Some(shifts) => {
                     let moved = block.moved(reference, token, choice, &choices[choice], shifts[row][choice]);
-                    rows[row].add(reference, sums, block.columns.first(), &moved, actual);
+                    compare_columns(&rows[row], reference, sums, block.columns.first(), &moved, actual);
                 }
             }
         }

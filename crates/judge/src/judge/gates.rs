@@ -38,6 +38,8 @@ impl StoredDtype {
     }
 
     /// Returns [`rounding`](Self::rounding) of each expected value.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     pub(crate) fn roundings(self, expected: impl Iterator<Item = f64>) -> Vec<f64> {
         let [given, promised] = [self.given, self.promised].map(Spacing::new);
         if self.given == self.promised {
@@ -53,6 +55,8 @@ impl StoredDtype {
     }
 
     /// Combines rounding, scale and floor of each vocabulary entry, as [`allowance`](Self::allowance) does for one value.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     pub(crate) fn allowances<'b>(self, expected: &[f64], bounds: &'b ColumnErrors) -> Allowances<'b> {
         let smallest = self.smallest();
         Allowances {
