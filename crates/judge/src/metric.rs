@@ -140,6 +140,14 @@ pub struct Allowance {
     pub floor: f64,
 }
 
+impl Allowance {
+    /// Returns the limit with this `κ`.
+    #[inline]
+    fn limit(&self, kappa: f64) -> f64 {
+        self.rounding + kappa * self.unit * self.scale + self.floor
+    }
+}
+
 /// The parts of the limits of many values, one [`Allowance`] each.
 #[derive(Clone, Debug, Default)]
 pub struct Allowances<'a> {
@@ -255,23 +263,29 @@ impl Tally {
     ) {
         // NaN fails every comparison, and would pass a test of `error > limit`; so all three numbers are asked for
         // first.
-        let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
+        let limit = allowance.limit(kappa);
         if !(expected.is_finite() && actual.is_finite() && limit.is_finite()) {
             return self.compare_nonfinite(at, expected, actual, limit, dtype);
         }
         let error = (actual - expected).abs();
+        self.histogram[bucket(error, 2.0 * half_ulp(expected, dtype))] += 1;
+        if !self.maps.is_empty() {
+            self.add_to_maps(at, if error == 0.0 { 0.0 } else { error / limit });
+        }
+        self.keep_if_worst(Comparison { at, expected, actual, error, limit }, &allowance);
+    }
+
+    /// Keeps a comparison of finite numbers, and its `κ`, if they are worse than all before.
+    #[inline]
+    fn keep_if_worst(&mut self, comparison: Comparison, allowance: &Allowance) {
+        let Comparison { error, limit, .. } = comparison;
         // Products replace quotients here: there are millions of elements, and few are worse than all before.
         let excess = (error - allowance.rounding - allowance.floor).max(0.0);
         let of_one_kappa = allowance.unit * allowance.scale;
         if excess > self.kappa_seen * of_one_kappa {
             self.kappa_seen = excess / of_one_kappa;
         }
-        self.histogram[bucket(error, 2.0 * half_ulp(expected, dtype))] += 1;
-        if !self.maps.is_empty() {
-            self.add_to_maps(at, if error == 0.0 { 0.0 } else { error / limit });
-        }
         if error > self.worst_quotient * limit || self.worst.is_none() {
-            let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_quotient) = (Some(comparison), comparison.error_over_limit());
         }
     }
@@ -292,13 +306,22 @@ impl Tally {
         for start in (0..places).step_by(AT_ONCE) {
             let range = start..places.min(start + AT_ONCE);
             let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
-            // Almost every block only adds to the histogram; the others are compared one by one.
-            if self.maps.is_empty() && self.none_stands_out(of_exact, of_actual, kappa, &against.range(range.clone())) {
-                self.count(of_exact, of_actual, spacing);
-            } else {
+            // Almost every block only adds to the histogram.
+            let [all_finite, none_is_worst] = self.survey(of_exact, of_actual, kappa, &against.range(range.clone()));
+            if !all_finite || !self.maps.is_empty() {
                 for v in range {
                     self.compare(at(v), exact[v], actual[v], kappa, against.at(v), dtype);
                 }
+                continue;
+            }
+            self.count(of_exact, of_actual, spacing);
+            if none_is_worst {
+                continue;
+            }
+            for v in range {
+                let (expected, actual, allowance) = (exact[v], actual[v], against.at(v));
+                let (error, limit) = ((actual - expected).abs(), allowance.limit(kappa));
+                self.keep_if_worst(Comparison { at: at(v), expected, actual, error, limit }, &allowance);
             }
         }
     }
@@ -325,25 +348,25 @@ impl Tally {
         }
     }
 
-    /// Whether all values are finite, and none is worse than all before, so that only the histogram changes.
+    /// Whether all values and limits are finite, and whether none is worse than all before, if so.
     ///
-    /// This is true of almost all blocks, and is decided without a branch in the loop.
+    /// Both are true of almost all blocks, and are decided without a branch in the loop.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> bool {
+    fn survey(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> [bool; 2] {
         let (unit, worst, kappa_seen) = (against.unit, self.worst_quotient, self.kappa_seen);
-        let mut none = self.worst.is_some();
+        let (mut all_finite, mut none_is_worst) = (true, self.worst.is_some());
         let allowances = against.rounding.iter().zip(against.scale).zip(against.floor);
-        for ((x, y), ((rounding, scale), floor)) in exact.iter().zip(actual).zip(allowances) {
-            let limit = rounding + kappa * unit * scale + floor;
+        for ((x, y), ((&rounding, &scale), &floor)) in exact.iter().zip(actual).zip(allowances) {
+            let limit = Allowance { rounding, unit, scale, floor }.limit(kappa);
             let error = (y - x).abs();
-            // Each test is false for NaN. After a limit of 0 `worst` may itself be infinite, so ∞ is tested apart.
-            none &= error <= worst * limit;
-            none &= error < f64::INFINITY;
-            none &= limit < f64::INFINITY;
-            none &= error - rounding - floor <= kappa_seen * (unit * scale);
+            // Each test is false for NaN, and the difference of two numbers is finite only if both are.
+            all_finite &= error < f64::INFINITY;
+            all_finite &= limit < f64::INFINITY;
+            none_is_worst &= error <= worst * limit;
+            none_is_worst &= error - rounding - floor <= kappa_seen * (unit * scale);
         }
-        none
+        [all_finite, none_is_worst]
     }
 
     /// Compares a value if it, the exact one or the limit is not finite.
