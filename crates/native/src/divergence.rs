@@ -129,9 +129,10 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
             None => self.score_top(i, row),
         };
         let score = &score;
-        let rows = rows_of(student).into_iter().enumerate().map(|(i, row)| -> RowTask<Option<PairScores>> {
-            Box::new(move |_| self.mask[self.place(i)].then(|| score(i, row)))
-        });
+        let rows = rows_of(student)
+            .into_iter()
+            .enumerate()
+            .map(|(i, row)| RowTask::new(row.len(), move |_| self.mask[self.place(i)].then(|| score(i, row))));
         let scores = over_threads(rows);
         let (batch, tokens) = self.mask.dim();
         let value = |i: usize, scores: &Option<PairScores>| {
@@ -225,7 +226,9 @@ impl<'d, E: NativeElement> NativeDivergence<'d, E> {
             }
         };
         let write = &write;
-        over_threads(rows.into_iter().enumerate().map(|(i, row)| -> RowTask<()> { Box::new(move |_| write(i, row)) }));
+        over_threads(
+            rows.into_iter().enumerate().map(|(i, row)| RowTask::new(row.dlogits.len(), move |_| write(i, row))),
+        );
     }
 
     fn teacher_rows(&self) -> Option<Vec<&[E]>> {

@@ -471,9 +471,7 @@ impl<'s> NativeBatch<'s> {
         let score = |at, row| self.score(at, row);
         let score = &score;
         over_threads(
-            rows.map(|(at, row)| -> RowTask<_> {
-                Box::new(move |_| self.kernel_inputs.mask[at].then(|| score(at, row)))
-            }),
+            rows.map(|(at, row)| RowTask::new(row.len(), move |_| self.kernel_inputs.mask[at].then(|| score(at, row)))),
         )
     }
 
@@ -504,8 +502,8 @@ impl<'s> NativeBatch<'s> {
         &self,
         rows: impl Iterator<Item = (Option<&'r (TokenScores, TokenEvaluation)>, TokenPlace, LogitsRow<'r, E>)>,
     ) {
-        over_threads(rows.map(|(evaluated, at, mut row)| -> RowTask<()> {
-            Box::new(move |_| match evaluated {
+        over_threads(rows.map(|(evaluated, at, mut row)| {
+            RowTask::new(row.dlogits.len(), move |_| match evaluated {
                 Some((scores, evaluated)) => self.write(&mut row, at, None, scores, evaluated),
                 None => row.dlogits.fill(E::from_f32(0.0)),
             })
@@ -542,7 +540,7 @@ impl<'s> NativeBatch<'s> {
         // Each row is one task: its dlogits belong to it alone, and the sums over rows are made afterwards in a fixed
         // order.
         let both = &both;
-        over_threads(rows.map(|(at, row)| -> RowTask<_> { Box::new(move |saved| both(at, row, saved)) }))
+        over_threads(rows.map(|(at, row)| RowTask::new(row.dlogits.len(), move |saved| both(at, row, saved))))
     }
 
     fn loss(&self) -> LossEvaluator {

@@ -226,7 +226,7 @@ impl Native {
         // Rows over threads, each with the eight numbers that it fills.
         let rows = rows_of(&logits).into_iter().zip(columns_of(statistics)).enumerate();
         over_threads(
-            rows.map(|(i, (row, to))| -> RowTask<()> { Box::new(move |_| of_row((i / length, i % length), row, to)) }),
+            rows.map(|(i, (row, to))| RowTask::new(row.len(), move |_| of_row((i / length, i % length), row, to))),
         );
         Ok(())
     }
@@ -262,7 +262,9 @@ impl Native {
         };
         let of_row = &of_row;
         let rows = place.rows().into_iter().enumerate();
-        over_threads(rows.map(|(i, row)| -> RowTask<()> { Box::new(move |_| of_row((i / length, i % length), row)) }));
+        over_threads(
+            rows.map(|(i, row)| RowTask::new(row.dlogits.len(), move |_| of_row((i / length, i % length), row))),
+        );
         Ok(())
     }
 

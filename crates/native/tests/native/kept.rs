@@ -100,7 +100,7 @@ fn kept_every_call_has_the_same_bits() {
     for (entropy, kl) in RANGES.into_iter().flat_map(|entropy| RANGES.map(|kl| (entropy, kl))) {
         let spec = spec(entropy, kl);
         let recipe = Recipe {
-            shape: [4, 5, 700],
+            shape: [4, 6, 700],
             dtype: Dtype::F32,
             regime: Regime::Normal,
             seed: 8,
