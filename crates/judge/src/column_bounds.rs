@@ -513,7 +513,7 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
             whole.floor[v] += scale_of_logits * value * 2.0 * error / cap;
         }
     }
-    // What is flushed before the transform of logits is multiplied by its slope, and divided by the temperature.
+    // Numbers flushed before the transform of logits are multiplied by its slope, and divided by the temperature.
     let flushed_once = FLUSHED / token.temperature().min(1.0);
     let t = 1.0 / token.temperature();
     for ((scale, floor), flushed) in whole.scale.iter_mut().zip(&mut whole.floor).zip(&mut flushed) {

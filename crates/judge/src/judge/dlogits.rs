@@ -128,8 +128,8 @@ fn sum_and_squares(values: &[f64]) -> [f64; 2] {
 impl RowSums {
     /// Adds vocabulary entries; `targets` are the places of the token's ids among them, in ascending order.
     ///
-    /// The norm leaves the token's ids out: the limit of a target is about G, of another column `p_j·G`, and the one would hide the errors
-    /// of all others.
+    /// The norm leaves the ids out: the limit of an id is about `G`, that of another column `p_j·G`, and an id would hide all others'
+    /// errors.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
@@ -137,7 +137,7 @@ impl RowSums {
         let parts = [&*errors, &allowed.rounding, &allowed.scale, &allowed.floor];
         for (part, values) in parts.into_iter().enumerate() {
             let mut first = 0;
-            // What is between two ids, and after the last.
+            // The entries before each id, and those after the last.
             let ends = targets.iter().copied().chain([values.len()]);
             for end in ends {
                 let [plain, squares] = sum_and_squares(&values[first..end]);
