@@ -422,13 +422,8 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
         .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
     let gaps_of_logp = gaps(logp, of_logp, rounded);
 
-    let mut whole = ColumnErrors::zeros(p.len());
-    // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
-    // target.
-    let mut flushed = vec![1.0 + of_token.flushed + grad; p.len()];
-    // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
-    let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
     // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
+    let mut whole = ColumnErrors::zeros(p.len());
     if grad != 0.0 {
         let common = of_token.common();
         let bounds = whole.scale.iter_mut().zip(&mut whole.floor);
@@ -436,6 +431,13 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
             *scale = p * (common.scale + grad * gap);
             *floor = p * common.floor;
         }
+    }
+    // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
+    // target.
+    let mut flushed = vec![1.0 + of_token.flushed + grad; p.len()];
+    // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
+    let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
+    if grad != 0.0 {
         for (v, error) in errors.iter().flatten().enumerate() {
             whole.floor[v] += p[v] * grad * error / logp.divisor;
         }
@@ -469,9 +471,14 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
         let over_vocabulary = entropy.range == SoftmaxRange::Vocabulary;
         let mean_error = if over_vocabulary { base.vocabulary.mean_error } else { base.mean_error };
         let of_sum = if over_vocabulary { base.vocabulary.separate_sum } else { 0.0 };
-        for ((scale, &q), span) in whole.scale.iter_mut().zip(q).zip(&mut spans) {
+        // ā may lose e·a of every column, which is largest where e is the smallest number that f32 keeps.
+        let (sum, lost_of_mean_gap) = (entropy.stats.log_sum.exp(), reference.shape().vocab as f64 * -FLUSHED.ln());
+        let bounds = whole.scale.iter_mut().zip(&mut flushed);
+        for ((scale, flushed), (&q, span)) in bounds.zip(q.iter().zip(&mut spans)) {
             *span += entropy.stats.mean_gap;
             *scale += grad_entropy * q * (*span * (1.0 + *span) + base.second_moment);
+            // E/S may be flushed too, before e_j·(a_j − ā) multiplies it.
+            *flushed += 1.0 + q * sum * *span + grad_entropy * (1.0 + *span + q * lost_of_mean_gap);
         }
         if let Some(errors) = &errors {
             for (v, error) in errors.iter().enumerate() {
@@ -491,13 +498,6 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
         value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {
             *value += grad_entropy * q * span;
         });
-        // ā may lose e·a of every column, which is largest where e is the smallest number that f32 keeps.
-        let sum = entropy.stats.log_sum.exp();
-        let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
-        for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
-            // E/S may be flushed too, before e_j·(a_j − ā) multiplies it.
-            *flushed += 1.0 + q * sum * span + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
-        }
     }
     // A transform of logits multiplies everything by its slope.
     if let Some(slopes) = columns.slopes() {

@@ -38,6 +38,7 @@ pub mod coverage;
 pub mod diagnosis;
 mod distillation;
 pub mod error_map;
+pub mod error_sums;
 pub mod gate;
 pub mod generate;
 pub mod invariance;

@@ -13,9 +13,6 @@
 //! assert_eq!((tally.badness(), tally.kappa_seen), (0.5, 2.0));
 //! ```
 
-use std::borrow::Cow;
-use std::ops::Range;
-
 use super::error_map::ErrorMap;
 use super::gate::Gate;
 use assay_core::problem::{Dtype, HeadShape};
@@ -143,50 +140,10 @@ pub struct Allowance {
 impl Allowance {
     /// Returns the limit with this `κ`.
     #[inline]
-    fn limit(&self, kappa: f64) -> f64 {
+    pub(crate) fn limit(&self, kappa: f64) -> f64 {
         self.rounding + kappa * self.unit * self.scale + self.floor
     }
 }
-
-/// The parts of the limits of many values, one [`Allowance`] each.
-#[derive(Clone, Debug, Default)]
-pub struct Allowances<'a> {
-    /// The rounding errors, one entry per value.
-    pub rounding: Vec<f64>,
-    /// The unit roundoff, the same for all values.
-    pub unit: f64,
-    /// The conditions, one entry per value.
-    pub scale: Vec<f64>,
-    /// The floors, one entry per value.
-    pub floor: Cow<'a, [f64]>,
-}
-
-/// A range of [`Allowances`], borrowed.
-struct AllowanceSlices<'a> {
-    rounding: &'a [f64],
-    unit: f64,
-    scale: &'a [f64],
-    floor: &'a [f64],
-}
-
-impl Allowances<'_> {
-    /// Returns the allowance of the `v`th value.
-    pub fn at(&self, v: usize) -> Allowance {
-        Allowance { rounding: self.rounding[v], unit: self.unit, scale: self.scale[v], floor: self.floor[v] }
-    }
-
-    fn range(&self, range: Range<usize>) -> AllowanceSlices<'_> {
-        AllowanceSlices {
-            rounding: &self.rounding[range.clone()],
-            unit: self.unit,
-            scale: &self.scale[range.clone()],
-            floor: &self.floor[range],
-        }
-    }
-}
-
-/// The number of values that are compared before their worst is looked for.
-const AT_ONCE: usize = 64;
 
 /// The comparison of one value with the exact one.
 #[derive(Clone, Copy, Debug)]
@@ -272,101 +229,35 @@ impl Tally {
         if !self.maps.is_empty() {
             self.add_to_maps(at, if error == 0.0 { 0.0 } else { error / limit });
         }
-        self.keep_if_worst(Comparison { at, expected, actual, error, limit }, &allowance);
+        self.keep_if_worst(at, expected, actual, kappa, allowance);
     }
 
     /// Keeps a comparison of finite numbers, and its `κ`, if they are worse than all before.
     #[inline]
-    fn keep_if_worst(&mut self, comparison: Comparison, allowance: &Allowance) {
-        let Comparison { error, limit, .. } = comparison;
+    pub(crate) fn keep_if_worst(&mut self, at: Position, expected: f64, actual: f64, kappa: f64, allowance: Allowance) {
+        let (error, limit) = ((actual - expected).abs(), allowance.limit(kappa));
         // Products replace quotients here: there are millions of elements, and few are worse than all before.
-        let excess = (error - allowance.rounding - allowance.floor).max(0.0);
-        let of_one_kappa = allowance.unit * allowance.scale;
+        let (excess, of_one_kappa) = (error - allowance.rounding - allowance.floor, allowance.unit * allowance.scale);
         if excess > self.kappa_seen * of_one_kappa {
             self.kappa_seen = excess / of_one_kappa;
         }
         if error > self.worst_quotient * limit || self.worst.is_none() {
+            let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_quotient) = (Some(comparison), comparison.error_over_limit());
         }
     }
 
-    /// Compares many values: `exact` and `actual` at each place, against the limit from `against`.
+    /// Whether a comparison of finite numbers would leave both the worst one and `kappa_seen` as they are; false if a number is not
+    /// finite.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    pub fn compare_all(
-        &mut self,
-        at: impl Fn(usize) -> Position,
-        exact: &[f64],
-        actual: &[f64],
-        kappa: f64,
-        against: &Allowances,
-        dtype: Dtype,
-    ) {
-        let (places, spacing) = (exact.len(), Spacing::new(dtype));
-        for start in (0..places).step_by(AT_ONCE) {
-            let range = start..places.min(start + AT_ONCE);
-            let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
-            // Almost every block only adds to the histogram.
-            let [all_finite, none_is_worst] = self.survey(of_exact, of_actual, kappa, &against.range(range.clone()));
-            if !all_finite || !self.maps.is_empty() {
-                for v in range {
-                    self.compare(at(v), exact[v], actual[v], kappa, against.at(v), dtype);
-                }
-                continue;
-            }
-            self.count(of_exact, of_actual, spacing);
-            if none_is_worst {
-                continue;
-            }
-            for v in range {
-                let (expected, actual, allowance) = (exact[v], actual[v], against.at(v));
-                let (error, limit) = ((actual - expected).abs(), allowance.limit(kappa));
-                self.keep_if_worst(Comparison { at: at(v), expected, actual, error, limit }, &allowance);
-            }
-        }
-    }
-
-    /// Sorts at most [`AT_ONCE`] errors into their buckets, by counting how many exceed each edge until none does.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
-        let [mut errors, mut ulps] = [[0.0; AT_ONCE]; 2];
-        for ((error, ulp), (x, y)) in errors.iter_mut().zip(&mut ulps).zip(exact.iter().zip(actual)) {
-            (*error, *ulp) = ((y - x).abs(), 2.0 * spacing.half_ulp(*x));
-        }
-        // A value beyond one edge is beyond all lower ones, so the counts of the buckets are differences of such
-        // numbers, and most blocks end after the first edge.
-        let mut left = exact.len() as u64;
-        for (count, edge) in self.histogram.iter_mut().zip(ULP_EDGES) {
-            let errors = errors[..exact.len()].iter().zip(&ulps);
-            let beyond = errors.map(|(error, ulp)| u64::from(*error > edge * ulp)).sum();
-            *count += left - beyond;
-            left = beyond;
-            if left == 0 {
-                break;
-            }
-        }
-    }
-
-    /// Whether all values and limits are finite, and whether none is worse than all before, if so.
-    ///
-    /// Both are true of almost all blocks, and are decided without a branch in the loop.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    fn survey(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> [bool; 2] {
-        let (unit, worst, kappa_seen) = (against.unit, self.worst_quotient, self.kappa_seen);
-        let (mut all_finite, mut none_is_worst) = (true, self.worst.is_some());
-        let allowances = against.rounding.iter().zip(against.scale).zip(against.floor);
-        for ((x, y), ((&rounding, &scale), &floor)) in exact.iter().zip(actual).zip(allowances) {
-            let limit = Allowance { rounding, unit, scale, floor }.limit(kappa);
-            let error = (y - x).abs();
-            // Each test is false for NaN, and the difference of two numbers is finite only if both are.
-            all_finite &= error < f64::INFINITY;
-            all_finite &= limit < f64::INFINITY;
-            none_is_worst &= error <= worst * limit;
-            none_is_worst &= error - rounding - floor <= kappa_seen * (unit * scale);
-        }
-        [all_finite, none_is_worst]
+    pub(crate) fn is_unremarkable(&self, error: f64, allowance: Allowance, kappa: f64) -> bool {
+        let (limit, excess) = (allowance.limit(kappa), error - allowance.rounding - allowance.floor);
+        // Each test is false for NaN, and a sum of numbers ≥ 0 is finite only if both are. No test is skipped: that would be a branch.
+        let mut unremarkable = error + limit < f64::INFINITY;
+        unremarkable &= error <= self.worst_quotient * limit;
+        unremarkable &= excess <= self.kappa_seen * (allowance.unit * allowance.scale);
+        unremarkable
     }
 
     /// Compares a value if it, the exact one or the limit is not finite.

@@ -38,17 +38,17 @@ pub(super) fn exponential(x: f64) -> f64 {
     if x.abs() <= LARGEST { by_formula(x) } else { x.exp() }
 }
 
-/// Replaces each `x` of a few hundred by [`exponential`] of it, in a loop without a branch where the formula serves for all.
+/// Replaces each `x` of a few hundred by `then` of [`exponential`] of it, in a loop without a branch where the formula serves for all.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-pub(super) fn exponentiate(values: &mut [f64]) {
+pub(super) fn exponentiate(values: &mut [f64], then: impl Fn(f64) -> f64) {
     if values.iter().fold(true, |all, x| all & (x.abs() <= LARGEST)) {
         for x in values {
-            *x = by_formula(*x);
+            *x = then(by_formula(*x));
         }
     } else {
         for x in values {
-            *x = exponential(*x);
+            *x = then(exponential(*x));
         }
     }
 }

@@ -68,7 +68,7 @@ fn sums_beside(peak: usize, z: &[f64]) -> [f64; 3] {
         for (e, gap) in exponentials.iter_mut().zip(&gaps) {
             *e = -gap;
         }
-        exponentiate(&mut exponentials[..part.len()]);
+        exponentiate(&mut exponentials[..part.len()], |e| e);
         exponentials[part.len()..].fill(0.0);
         if let Some(e) = peak.checked_sub(chunk * AT_ONCE).and_then(|peak| exponentials.get_mut(peak)) {
             *e = 0.0;
@@ -90,10 +90,7 @@ fn sums_beside(peak: usize, z: &[f64]) -> [f64; 3] {
 fn probabilities(z: &[f64], max: f64, sum: f64) -> Vec<f64> {
     let mut probabilities: Vec<f64> = z.iter().map(|z| z - max).collect();
     for part in probabilities.chunks_mut(AT_ONCE) {
-        exponentiate(part);
-    }
-    for p in &mut probabilities {
-        *p /= sum;
+        exponentiate(part, |e| e / sum);
     }
     probabilities
 }

@@ -1,7 +1,5 @@
 //! [`CandidateRow`]: the dlogits of one token under their three gates: each element, the row's norm, and the row's sum.
 
-use std::array::from_fn;
-
 use ndarray::Ix3;
 
 use super::branch::BranchDlogits;
@@ -10,8 +8,10 @@ use super::outputs::CandidateOutputs;
 use super::token::JudgedToken;
 use crate::U;
 use crate::column_bounds::ColumnErrors;
+use crate::condition::ErrorBound;
+use crate::error_sums::{BoundedValues, ErrorSums};
 use crate::gate::{Edge, Gate, Model, Output};
-use crate::metric::{Allowance, Allowances, Position, Tally};
+use crate::metric::{Allowance, Position, Tally};
 use crate::tolerance::Limits;
 use assay_core::problem::{Dtype, FloatView, HeadShape, Shape};
 use assay_reference::{Reference, TokenColumns};
@@ -21,7 +21,7 @@ use multiversion::multiversion;
 pub(super) const DLOGITS_MODELS: [Model; 3] = [Model::Elementwise, Model::RowL2, Model::RowSum];
 
 /// The vocabulary entries that are judged at once: few enough that a dozen numbers for each stay in a core's own cache.
-const AT_ONCE: usize = 1024;
+const AT_ONCE: usize = 2048;
 
 /// The tallies of one token's dlogits under its three gates.
 #[derive(Default)]
@@ -72,24 +72,23 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
 
     /// Returns the largest errors allowed for some vocabulary entries.
     fn limits(&self, exact: &[f64], bounds: &ColumnErrors) -> Vec<f64> {
-        let Allowances { rounding, unit, scale, floor } = self.stored.allowances(exact, bounds);
-        let parts = rounding.iter().zip(&scale).zip(&*floor);
-        parts.map(|((rounding, scale), floor)| rounding + self.kappa * unit * scale + floor).collect()
+        let allowances = exact.iter().enumerate().map(|(v, x)| self.stored.allowance(*x, bounds.at(v)));
+        allowances.map(|allowance| allowance.limit(self.kappa)).collect()
     }
 
     /// Compares norm and sum of the row, once all its vocabulary entries are in `sums`.
-    fn finish(&self, sums: RowSums) -> RowTallies {
-        let mut row = RowTallies { elements: sums.elements, ..RowTallies::default() };
-        let [error, rounding, scale, floor] = sums.plain;
+    fn finish(&self, (elements, sums): (Tally, ErrorSums)) -> RowTallies {
+        let mut row = RowTallies { elements, ..RowTallies::default() };
+        let [error, rounding, scale] = sums.plain();
         if error.is_finite() {
-            // A norm of a sum is at most the sum of the norms: ‖error‖ ≤ ‖½ulp‖ + κu‖scale‖ + ‖floor‖, so each part is
-            // summed in squares by itself. The row's error is compared with an exact value of 0.
+            // A norm of a sum is at most the sum of the norms: ‖error‖ ≤ ‖½ulp + floor‖ + κu‖scale‖, so each part is summed in squares by
+            // itself. The row's error is compared with an exact value of 0.
             let at = self.token.at();
-            let allowance = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
-            let [norm_of_error, norm_of_rounding, norm_of_scale, norm_of_floor] = sums.squares.map(f64::sqrt);
-            let l2 = allowance(norm_of_rounding, norm_of_scale, norm_of_floor);
+            let allowance = |rounding, scale| Allowance { rounding, unit: U, scale, floor: 0.0 };
+            let [norm_of_error, norm_of_rounding, norm_of_scale] = sums.norms();
+            let l2 = allowance(norm_of_rounding, norm_of_scale);
             row.l2.compare(at, 0.0, norm_of_error, self.kappa, l2, Dtype::F64);
-            row.sum.compare(at, 0.0, error, self.kappa, allowance(rounding, scale, floor), Dtype::F64);
+            row.sum.compare(at, 0.0, error, self.kappa, allowance(rounding, scale), Dtype::F64);
         } else {
             (row.l2.not_compared, row.sum.not_compared) = (1, 1);
         }
@@ -97,94 +96,58 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
     }
 }
 
-/// The sums over a row so far: plain ones of every vocabulary entry, and of squares of all but the token's ids.
-#[derive(Clone, Default)]
-struct RowSums {
-    elements: Tally,
-    plain: RowParts,
-    squares: RowParts,
-}
-
-/// The error of a value and the parts of its limit, or sums of them: error, rounding, scale, floor.
-type RowParts = [f64; 4];
-
-/// The values that are added side by side, so that no addition waits for the one before it.
-const LANES: usize = 4;
-
-/// Returns the sum of `values`, and that of their squares.
-#[inline(always)]
-#[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-fn sum_and_squares(values: &[f64]) -> [f64; 2] {
-    let (chunks, rest) = values.as_chunks::<LANES>();
-    let [mut plain, mut squares] = [[0.0; LANES]; 2];
-    for values in chunks {
-        plain = from_fn(|lane| plain[lane] + values[lane]);
-        squares = from_fn(|lane| squares[lane] + values[lane] * values[lane]);
-    }
-    let squares_of_rest: f64 = rest.iter().map(|x| x * x).sum();
-    [plain.iter().chain(rest).sum(), squares.iter().sum::<f64>() + squares_of_rest]
-}
-
-impl RowSums {
-    /// Adds vocabulary entries; `targets` are the places of the token's ids among them, in ascending order.
-    ///
-    /// The norm leaves the ids out: the limit of an id is about `G`, that of another column `p_j·G`, and an id would hide all others'
-    /// errors.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
-        let errors: Vec<f64> = exact.iter().zip(actual).map(|(x, y)| y - x).collect();
-        let parts = [&*errors, &allowed.rounding, &allowed.scale, &allowed.floor];
-        for (part, values) in parts.into_iter().enumerate() {
-            let mut first = 0;
-            // The entries before each id, and those after the last.
-            let ends = targets.iter().copied().chain([values.len()]);
-            for end in ends {
-                let [plain, squares] = sum_and_squares(&values[first..end]);
-                self.plain[part] += plain + values.get(end).copied().unwrap_or_default();
-                self.squares[part] += squares;
-                first = end + 1;
-            }
-        }
-    }
-}
-
-/// Compares the vocabulary entries from `first` on, and adds them to `sums`.
+/// Compares the vocabulary entries from `first` on, and adds them to the row's `elements` and `sums`.
+///
+/// The norm leaves the token's ids out: the limit of an id is about `G`, that of another column `p_j·G`, and an id would hide all
+/// others' errors.
 #[multiversion(targets("x86_64+avx2"))]
 fn compare_columns(
     row: &CandidateRow,
     reference: &Reference,
-    sums: &mut RowSums,
+    (elements, sums): &mut (Tally, ErrorSums),
     first: usize,
     (exact, bounds): &(Vec<f64>, ColumnErrors),
     actual: &[f64],
 ) {
     let (token, stored, kappa) = (row.token, row.stored, row.kappa);
     let at = |v| Position::column(token.b, token.t, first + v);
-    let allowed = stored.allowances(exact, bounds);
-    // Only a token that may overflow needs the loop element by element; all other tokens take the blockwise
-    // comparison, which decides most blocks without a branch.
-    if token.may_be_nonfinite() {
-        for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
-            let unlimited = x.is_finite() && !(bounds.scale[v] + bounds.floor[v]).is_finite();
-            let reported_elsewhere = !x.is_finite() && row.reports_nonfinite;
-            if unlimited || reported_elsewhere || !y.is_finite() {
-                sums.elements.report(at(v));
-                // A norm or a sum with such an element has no value: NaN marks it as not compared.
-                sums.plain[0] = f64::NAN;
-            } else {
-                sums.elements.compare(at(v), x, y, kappa, allowed.at(v), stored.given);
-            }
-        }
-    } else {
-        sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
-    }
+    let allowance = stored.allowances();
     // The ids are of the whole row, and are moved to the block's own numbering; those of other blocks are left out.
     let ids = token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&y| y < exact.len());
     let mut ids: Vec<usize> = ids.collect();
     ids.sort_unstable();
     ids.dedup();
-    sums.add(exact, actual, &allowed, &ids);
+    // Only a token that may overflow needs the loop element by element.
+    if token.may_be_nonfinite() {
+        for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
+            let ErrorBound { scale, floor } = bounds.at(v);
+            let allowed = allowance(x, scale, floor);
+            let unlimited = x.is_finite() && !(scale + floor).is_finite();
+            let reported_elsewhere = !x.is_finite() && row.reports_nonfinite;
+            if unlimited || reported_elsewhere || !y.is_finite() {
+                elements.report(at(v));
+                // A norm or a sum with such an element has no value: NaN marks it as not compared.
+                sums.add_without_square(x, f64::NAN, allowed);
+            } else {
+                elements.compare(at(v), x, y, kappa, allowed, stored.given);
+                if ids.contains(&v) { sums.add_without_square(x, y, allowed) } else { sums.add(x, y, allowed) }
+            }
+        }
+        return;
+    }
+    // All other tokens take the blockwise comparison of the entries before each id, and of those after the last.
+    let values = BoundedValues { exact, actual, scale: &bounds.scale, floor: &bounds.floor };
+    let mut start = 0;
+    for end in ids.iter().copied().chain([exact.len()]) {
+        let at = |v| at(start + v);
+        elements.compare_all(sums, at, values.range(start..end), kappa, &allowance, stored.given);
+        if let (Some(&x), Some(&y)) = (exact.get(end), actual.get(end)) {
+            let allowed = allowance(x, bounds.scale[end], bounds.floor[end]);
+            elements.compare(at(end - start), x, y, kappa, allowed, stored.given);
+            sums.add_without_square(x, y, allowed);
+        }
+        start = end + 1;
+    }
 }
 
 /// Compares the row of each candidate on each of `choices`; the result has one entry per candidate and choice.
@@ -200,8 +163,7 @@ pub(super) fn compare_rows(
     let shifts = row_shifts(reference, token, rows, choices);
     let gate = Gate::new(Output::Dlogits, Model::Elementwise);
     let elements = Tally::with_maps(gate, rows.iter().find_map(|row| row.mapped));
-    let sums = RowSums { elements, ..RowSums::default() };
-    let mut sums = vec![vec![sums; choices.len()]; rows.len()];
+    let mut sums = vec![vec![(elements, ErrorSums::default()); choices.len()]; rows.len()];
     walk_rows(reference, token, rows, choices, |block, row, actual| {
         for (choice, (expected, sums)) in block.expected.iter().zip(&mut sums[row]).enumerate() {
             match &shifts {
@@ -213,7 +175,7 @@ pub(super) fn compare_rows(
             }
         }
     });
-    let finish = |(row, sums): (&CandidateRow, Vec<RowSums>)| sums.into_iter().map(|sums| row.finish(sums)).collect();
+    let finish = |(row, sums): (&CandidateRow, Vec<_>)| sums.into_iter().map(|sums| row.finish(sums)).collect();
     rows.iter().zip(sums).map(finish).collect()
 }
 

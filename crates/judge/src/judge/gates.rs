@@ -1,15 +1,13 @@
 //! [`GateTallies`]: the comparisons of one candidate, tallied by gate, and the dtypes that set each rounding.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::token::{JudgedToken, shared_edge};
 use super::verdict::{Status, Verdict};
 use crate::U;
-use crate::column_bounds::ColumnErrors;
 use crate::condition::ErrorBound;
 use crate::gate::{Gate, Model, Output};
-use crate::metric::{Allowance, Allowances, Position, Spacing, Tally, min_normal};
+use crate::metric::{Allowance, Position, Spacing, Tally, min_normal};
 use crate::tolerance::{Grade, Limits};
 use assay_core::problem::{Dtype, HeadShape, Shape};
 
@@ -31,44 +29,21 @@ impl StoredDtype {
         Self { given, promised: Dtype::F32 }
     }
 
-    /// Returns `½ulp(expected)` in the finer of the two dtypes.
-    pub(crate) fn rounding(self, expected: f64) -> f64 {
-        let [given, promised] = [self.given, self.promised].map(Spacing::new);
-        given.half_ulp(expected).min(promised.half_ulp(expected))
-    }
-
-    /// Returns [`rounding`](Self::rounding) of each expected value.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    pub(crate) fn roundings(self, expected: impl Iterator<Item = f64>) -> Vec<f64> {
-        let [given, promised] = [self.given, self.promised].map(Spacing::new);
-        if self.given == self.promised {
-            expected.map(|x| given.half_ulp(x)).collect()
-        } else {
-            expected.map(|x| given.half_ulp(x).min(promised.half_ulp(x))).collect()
-        }
-    }
-
-    /// Combines rounding, scale and floor of one value; the scale is at least the smallest normal number of the output.
+    /// Combines rounding, scale and floor of one value: it is rounded to the finer of the two dtypes, and the scale is at least the
+    /// smallest normal number of either.
     pub(crate) fn allowance(self, expected: f64, ErrorBound { scale, floor }: ErrorBound) -> Allowance {
-        Allowance { rounding: self.rounding(expected), unit: U, scale: scale.max(self.smallest()), floor }
+        self.allowances()(expected, scale, floor)
     }
 
-    /// Combines rounding, scale and floor of each vocabulary entry, as [`allowance`](Self::allowance) does for one value.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
-    pub(crate) fn allowances<'b>(self, expected: &[f64], bounds: &'b ColumnErrors) -> Allowances<'b> {
-        let smallest = self.smallest();
-        Allowances {
-            rounding: self.roundings(expected.iter().copied()),
-            unit: U,
-            scale: bounds.scale.iter().map(|scale| scale.max(smallest)).collect(),
-            floor: Cow::Borrowed(&bounds.floor),
+    /// Returns [`allowance`](Self::allowance) as a function of the exact value, scale and floor, which a loop over many of them inlines.
+    pub(crate) fn allowances(self) -> impl Fn(f64, f64, f64) -> Allowance {
+        let [given, promised] = [self.given, self.promised].map(Spacing::new);
+        let smallest = min_normal(self.given).min(min_normal(self.promised));
+        move |expected, scale, floor| {
+            let [given, promised] = [given.half_ulp(expected), promised.half_ulp(expected)];
+            let rounding = if given < promised { given } else { promised };
+            Allowance { rounding, unit: U, scale: if scale > smallest { scale } else { smallest }, floor }
         }
-    }
-
-    fn smallest(self) -> f64 {
-        min_normal(self.given).min(min_normal(self.promised))
     }
 }
 

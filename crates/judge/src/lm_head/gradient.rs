@@ -1,10 +1,10 @@
 //! [`GradientGates`]: the two gates of a gradient of hidden states or head.
 
-use super::sums::square;
 use crate::condition::FLUSHED;
+use crate::error_sums::{BoundedValues, ErrorSums};
 use crate::gate::{Edge, Gate, Model, Output};
 use crate::judge::{GateTallies, StoredDtype};
-use crate::metric::{Allowance, Allowances, Position, Tally};
+use crate::metric::{Allowance, Position, Tally};
 use crate::tolerance::Limits;
 use assay_core::problem::{Dtype, HeadShape, Shape};
 
@@ -60,37 +60,38 @@ impl GradientGates {
         let maps = |model| Tally::with_maps(Gate::new(self.output, model), self.mapped);
         let [mut elements, mut nonfinite] = [(); 2].map(|()| maps(Model::Elementwise));
         let mut l2 = maps(Model::RowL2);
-        let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
-        // The limits contain κ already. They count as κ·u·scale, so that the κ needed is known.
-        let unit = 1.0 / kappa;
-        // The value of another branch may be larger, and is rounded at its own size.
-        let rounding = stored.roundings(exact.iter().zip(limits).map(|(x, limit)| x.abs() + limit));
-        let own = Allowances { rounding, unit, scale: limits.to_vec(), floor: vec![FLUSHED; exact.len()].into() };
-        let dtype = stored.given;
+        // The limits contain κ already. They count as κ·u·scale, so that the κ needed is known. The value of another branch may be
+        // larger, and is rounded at its own size.
+        let (unit, dtype, floor) = (1.0 / kappa, stored.given, vec![FLUSHED; exact.len()]);
+        let rounding = stored.allowances();
+        let allowance = |x: f64, limit: f64, floor: f64| {
+            let Allowance { rounding, .. } = rounding(x.abs() + limit, limit, floor);
+            Allowance { rounding, unit, scale: limit, floor }
+        };
         let finite = |values: &[f64]| values.iter().all(|x| x.is_finite());
+        let (mut sums, mut has_norm) = (ErrorSums::default(), true);
         if [exact, limits, actual].into_iter().all(finite) {
-            elements.compare_all(&at, exact, actual, kappa, &own, dtype);
+            let values = BoundedValues { exact, actual, scale: limits, floor: &floor };
+            elements.compare_all(&mut sums, &at, values, kappa, allowance, dtype);
         } else {
-            for (i, ((&exact, limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
+            for (i, ((&exact, &limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
                 let unlimited = exact.is_finite() && !limit.is_finite();
                 let tally = if actual.is_finite() { &mut elements } else { &mut nonfinite };
+                let allowed = allowance(exact, limit, FLUSHED);
+                sums.add(exact, actual, allowed);
                 if (unlimited || !actual.is_finite()) && open(i) {
                     tally.report(at(i));
-                    error2 = f64::NAN;
+                    has_norm = false;
                 } else {
-                    tally.compare(at(i), exact, actual, kappa, own.at(i), dtype);
+                    tally.compare(at(i), exact, actual, kappa, allowed, dtype);
                 }
             }
         }
-        for (((x, y), limit), rounding) in exact.iter().zip(actual).zip(limits).zip(&own.rounding) {
-            error2 += square(y - x);
-            rounding2 += square(*rounding);
-            limit2 += square(*limit);
-        }
         // A row with an element that is not finite has no norm to compare.
-        if f64::is_finite(error2) {
-            let norms = Allowance { rounding: rounding2.sqrt(), unit, scale: limit2.sqrt(), floor: FLUSHED };
-            l2.compare(row, 0.0, error2.sqrt(), kappa, norms, Dtype::F64);
+        let [error, rounding, limit] = sums.norms();
+        if has_norm && error.is_finite() {
+            let norms = Allowance { rounding, unit, scale: limit, floor: 0.0 };
+            l2.compare(row, 0.0, error, kappa, norms, Dtype::F64);
         } else {
             l2.not_compared += 1;
         }

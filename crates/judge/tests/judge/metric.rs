@@ -1,8 +1,9 @@
 //! The comparison of arrays.
 
 use assay_core::problem::Dtype;
+use assay_judge::error_sums::{BoundedValues, ErrorSums};
 use assay_judge::judge::Status;
-use assay_judge::metric::{Allowance, Allowances, Position, Tally};
+use assay_judge::metric::{Allowance, Position, Tally};
 
 /// What is compared 64 at a time comes to what is compared one by one: of values that are right, wrong, and not finite, at limits that
 /// are finite, 0 and infinite.
@@ -33,14 +34,25 @@ fn metric_of_many_values_is_that_of_each() {
             let exact: Vec<f64> = (0..places).map(|i| value(i, 2)).collect();
             let actual: Vec<f64> = (0..places).map(|i| exact[i] + 1e-7 * value(i, 3)).collect();
             let size = |base| (0..places).map(|i| value(i, base).abs() * 1e-6).collect::<Vec<f64>>();
-            let against = Allowances { rounding: size(5), unit: 0.5, scale: size(7), floor: size(11).into() };
+            let [scale, floor] = [7, 11].map(size);
+            let allowance = |x: f64, scale, floor| Allowance { rounding: x.abs() * 1e-7, unit: 0.5, scale, floor };
             let at = |v| Position::column(0, round, v);
-            let [mut at_once, mut each] = [(); 2].map(|()| Tally::default());
-            at_once.compare_all(at, &exact, &actual, 2.0, &against, dtype);
+            let [(mut at_once, mut sums), (mut each, mut sums_of_each)] =
+                [(); 2].map(|()| (Tally::default(), ErrorSums::default()));
+            let values = BoundedValues { exact: &exact, actual: &actual, scale: &scale, floor: &floor };
+            at_once.compare_all(&mut sums, at, values, 2.0, allowance, dtype);
             for v in 0..places {
-                each.compare(at(v), exact[v], actual[v], 2.0, against.at(v), dtype);
+                let allowed = allowance(exact[v], scale[v], floor[v]);
+                each.compare(at(v), exact[v], actual[v], 2.0, allowed, dtype);
+                sums_of_each.add(exact[v], actual[v], allowed);
             }
             assert_eq!(format!("{at_once:?}"), format!("{each:?}"), "{dtype}, round {round}");
+            let of_each = sums_of_each.plain().into_iter().chain(sums_of_each.norms());
+            for (sum, of_each) in sums.plain().into_iter().chain(sums.norms()).zip(of_each) {
+                let is_close = (sum - of_each).abs() <= 1e-9 * of_each.abs();
+                let both_lost = !sum.is_finite() && !of_each.is_finite();
+                assert!(is_close || both_lost, "{sum:e} is not {of_each:e}");
+            }
             seen[0] += usize::from(each.nonfinite.is_some());
             seen[1] += usize::from(each.not_compared > 0);
             seen[2] += usize::from(each.passes());
@@ -50,10 +62,12 @@ fn metric_of_many_values_is_that_of_each() {
     // A block after one whose limit was 0: the worst share is infinite.
     let (exact, mut actual) = ([0.0; 128], [0.0; 128]);
     (actual[0], actual[100]) = (1.0, f64::INFINITY);
-    let sizes = |first: f64| [&[first][..], &[1.0; 127]].concat();
-    let against = Allowances { rounding: sizes(0.0), unit: 1.0, scale: sizes(0.0), floor: sizes(0.0).into() };
+    let sizes = [&[0.0][..], &[1.0; 127]].concat();
+    let values = BoundedValues { exact: &exact, actual: &actual, scale: &sizes, floor: &sizes };
+    let allowance = |_, scale, floor| Allowance { rounding: 0.0, unit: 1.0, scale, floor };
     let mut tally = Tally::default();
-    tally.compare_all(|v| Position::column(0, 0, v), &exact, &actual, 1.0, &against, Dtype::F32);
+    let at = |v| Position::column(0, 0, v);
+    tally.compare_all(&mut ErrorSums::default(), at, values, 1.0, allowance, Dtype::F32);
     assert_eq!(tally.status(), Status::Nonfinite);
 }
 
