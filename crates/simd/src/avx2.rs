@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
+use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -79,6 +79,15 @@ impl Simd for Avx2 {
     fn either(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_or_ps(_mm256_or_ps(a[0], b[0]), c[0]), _mm256_or_ps(_mm256_or_ps(a[1], b[1]), c[1])] }
+    }
+    #[inline(always)]
+    fn larger_bits(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe {
+            let [low, high] = [0, 1].map(|i| (_mm256_castps_si256(a[i]), _mm256_castps_si256(b[i])));
+            let larger = [_mm256_max_epu32(low.0, low.1), _mm256_max_epu32(high.0, high.1)];
+            [_mm256_castsi256_ps(larger[0]), _mm256_castsi256_ps(larger[1])]
+        }
     }
     #[inline(always)]
     fn any_set(self, bits: Avx2Lanes, mask: u32) -> bool {
@@ -172,10 +181,25 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn store_f16(self, [low, high]: [Avx2Lanes; 2], to: &mut [f16; UNIT]) {
-        let to = to.as_mut_ptr().cast::<__m128i>();
-        for (i, eight) in [low[0], low[1], high[0], high[1]].into_iter().enumerate() {
-            // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
-            unsafe { _mm_storeu_si128(to.add(i), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(eight)) };
+        let to = to.as_mut_ptr().cast::<__m256i>();
+        for (i, [low, high]) in [low, high].into_iter().enumerate() {
+            // SAFETY: `self` shows that the machine has the instructions; both sixteens lie within the unit.
+            unsafe {
+                let low = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low);
+                let high = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
+                _mm256_storeu_si256(to.add(i), _mm256_set_m128i(high, low));
+            }
+        }
+    }
+    #[cfg(not(miri))]
+    #[inline(always)]
+    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+        let (from, to) = (from.as_ptr().cast::<__m256i>(), to.0.as_mut_ptr().cast::<__m256i>());
+        // SAFETY: `self` shows that the machine has the instructions; both halves lie within the lines, and a line is where registers
+        // may stand.
+        unsafe {
+            _mm256_stream_si256(to, _mm256_loadu_si256(from));
+            _mm256_stream_si256(to.add(1), _mm256_loadu_si256(from.add(1)));
         }
     }
 }

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
+use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -66,7 +66,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, bound), x) }
     }
     #[inline(always)]
-    fn high_product(self, x: __m512, bound: __m512, factor: __m512, split: __m512) -> __m512 {
+    fn high_product_at_least(self, x: __m512, bound: __m512, factor: __m512, split: __m512) -> __m512 {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let there = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, bound);
@@ -81,6 +81,11 @@ impl Simd for Avx512 {
             let [a, b, c] = [_mm512_castps_si512(a), _mm512_castps_si512(b), _mm512_castps_si512(c)];
             _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0b1111_1110>(a, b, c))
         }
+    }
+    #[inline(always)]
+    fn larger_bits(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b))) }
     }
     #[inline(always)]
     fn any_set(self, bits: __m512, mask: u32) -> bool {
@@ -160,12 +165,19 @@ impl Simd for Avx512 {
         unsafe { [_mm512_cvtph_ps(_mm256_loadu_si256(from)), _mm512_cvtph_ps(_mm256_loadu_si256(from.add(1)))] }
     }
     #[inline(always)]
-    fn store_f16(self, x: [__m512; 2], to: &mut [f16; UNIT]) {
-        let to = to.as_mut_ptr().cast::<__m256i>();
-        for (i, sixteen) in x.into_iter().enumerate() {
-            // SAFETY: `self` shows that the machine has the instructions; both sixteens lie within the unit.
-            unsafe { _mm256_storeu_si256(to.add(i), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(sixteen)) };
+    fn store_f16(self, [low, high]: [__m512; 2], to: &mut [f16; UNIT]) {
+        // SAFETY: `self` shows that the machine has the instructions; a unit takes the whole register.
+        unsafe {
+            let low = _mm512_castsi256_si512(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(low));
+            let high = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(high);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_inserti64x4::<1>(low, high));
         }
+    }
+    #[cfg(not(miri))]
+    #[inline(always)]
+    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+        // SAFETY: `self` shows that the machine has the instructions; a line is where a register may stand, and fills it.
+        unsafe { _mm512_stream_si512(to.0.as_mut_ptr().cast(), _mm512_loadu_si512(from.as_ptr().cast())) };
     }
 }
 

@@ -15,6 +15,12 @@ const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_0
 /// Largest gap `a/T` below the maximum, in nats, whose exponential times [`SCALE`] is a normal number.
 pub const FAR: f64 = 131.0;
 
+/// Largest gap `a/T`, in nats, of a column that is near: its exponential, `2^-92` at least, times any usual factor is a normal number.
+pub const NEAR: f64 = 92.0 * std::f64::consts::LN_2;
+
+/// The exponential of [`NEAR`], times [`SCALE`].
+pub const LEAST_NEAR: f64 = 1.0 / (1_u64 << 28) as f64;
+
 /// Returns the unit, in logits, in which gaps `a = m − x ≥ 0` below the maximum are counted: the largest power of two
 /// of which two are within [`FAR`], so that a nearer gap has neither of its two highest bits set.
 pub fn step(inverse_temperature: f64) -> f64 {

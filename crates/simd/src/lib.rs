@@ -39,6 +39,7 @@ pub mod tanh;
 
 use std::fmt;
 
+use bytemuck::{pod_align_to_mut, try_cast_slice_mut};
 pub use gemm::gemm;
 use half::{bf16, f16};
 pub use packed::{ExpFactor, PackedElement, smallest};
@@ -80,15 +81,28 @@ pub trait Simd: Copy {
     fn min(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// Keeps `x` if `x ≥ bound`, else gives 0.
     fn at_least(self, x: Self::Lanes, bound: Self::Lanes) -> Self::Lanes;
-    /// Rounds `x·factor` to the nearest number of eight significant bits if `x ≥ bound`, else gives 0. Veltkamp's
-    /// splitting does it: the difference between the product and one that is `2¹⁶` times as large has no bits for the
-    /// rest. `split` is `(2¹⁶ + 1)·factor`. The result is rounded once and must be a normal number.
+    /// Rounds `x·factor` to the nearest number of eight significant bits. Veltkamp's splitting does it: the difference between the
+    /// product and one that is `2¹⁶` times as large has no bits for the rest. `split` is `(2¹⁶ + 1)·factor`. The result is rounded once
+    /// and must be 0 or a normal number.
     #[inline(always)]
-    fn high_product(self, x: Self::Lanes, bound: Self::Lanes, factor: Self::Lanes, split: Self::Lanes) -> Self::Lanes {
-        let x = self.at_least(x, bound);
+    fn high_product(self, x: Self::Lanes, factor: Self::Lanes, split: Self::Lanes) -> Self::Lanes {
         let large = self.mul(x, split);
         self.add(self.mul_sub(x, factor, large), large)
     }
+    /// Computes [`high_product`](Self::high_product) if `x ≥ bound`, else gives 0.
+    #[inline(always)]
+    fn high_product_at_least(
+        self,
+        x: Self::Lanes,
+        bound: Self::Lanes,
+        factor: Self::Lanes,
+        split: Self::Lanes,
+    ) -> Self::Lanes {
+        self.high_product(self.at_least(x, bound), factor, split)
+    }
+    /// Selects the larger bit pattern, as an unsigned integer: of numbers from 0 up the larger one, and before them all NaNs and numbers
+    /// below 0.
+    fn larger_bits(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// Combines the bits that are set in any of the three.
     fn either(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     /// Whether any lane has one of the bits of `mask`.
@@ -117,7 +131,20 @@ pub trait Simd: Copy {
     fn load_f16(self, from: &[f16; UNIT]) -> [Self::Lanes; 2];
     /// Stores a unit of f16 in order, rounded to nearest even; NaN stays NaN.
     fn store_f16(self, x: [Self::Lanes; 2], to: &mut [f16; UNIT]);
+    /// Copies a cache line past the caches, where the unit can.
+    #[inline(always)]
+    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+        to.0 = *from;
+    }
 }
+
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
+
+/// The bytes of a cache line, at an address of its own.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+pub struct CacheLine([u8; CACHE_LINE]);
 
 /// Bit pattern of `√½`, the least mantissa of [`Simd::split`].
 const LEAST_MANTISSA: u32 = 0x3f35_04f3;
@@ -149,27 +176,26 @@ impl Streaming {
         Self(())
     }
 
-    /// Copies `from` to `to`, which have the same length.
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    /// Copies `from` to `to`, which have the same length: whole cache lines past the caches, and both ends through them.
     #[inline(always)]
-    pub fn copy(&self, from: &[u8], to: &mut [u8]) {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-        // SAFETY: a register is bytes of any value.
-        let (head, body, tail) = unsafe { to.align_to_mut::<__m128i>() };
-        let (from_head, from) = from.split_at(head.len());
-        let (from_body, from_tail) = from.as_chunks::<16>();
-        head.copy_from_slice(from_head);
-        for (to, from) in body.iter_mut().zip(from_body) {
-            // SAFETY: every x86-64 has SSE2; sixteen bytes are read, and written where a register may stand.
-            unsafe { _mm_stream_si128(to, _mm_loadu_si128(from.as_ptr().cast())) };
+    pub fn copy<S: Simd>(&self, simd: S, from: &[u8], to: &mut [u8]) {
+        // What is made of whole lines has no ends, and is the usual case.
+        if let Ok(lines) = try_cast_slice_mut(to) {
+            return stream(simd, from, lines);
         }
+        let (head, lines, tail) = pod_align_to_mut(to);
+        let (from_head, from) = from.split_at(head.len());
+        let (from_lines, from_tail) = from.split_at(lines.len() * CACHE_LINE);
+        head.copy_from_slice(from_head);
+        stream(simd, from_lines, lines);
         tail.copy_from_slice(from_tail);
     }
+}
 
-    /// Copies `from` to `to`, which have the same length.
-    #[cfg(any(not(target_arch = "x86_64"), miri))]
-    pub fn copy(&self, from: &[u8], to: &mut [u8]) {
-        to.copy_from_slice(from);
+#[inline(always)]
+fn stream<S: Simd>(simd: S, from: &[u8], to: &mut [CacheLine]) {
+    for (to, from) in to.iter_mut().zip(from.as_chunks().0) {
+        simd.stream(from, to);
     }
 }
 
@@ -330,9 +356,16 @@ mod tests {
                 simd.store(x, &mut to);
                 all.push(to);
             }
-            let mut product = [0.0; LANES];
-            simd.store(simd.high_product(a, b, simd.splat(-1.1), simd.splat(-1.1 * 65_537.0)), &mut product);
-            all.push(product);
+            let (factor, split) = (simd.splat(-1.1), simd.splat(-1.1 * 65_537.0));
+            for x in [
+                simd.high_product(a, factor, split),
+                simd.high_product_at_least(a, b, factor, split),
+                simd.larger_bits(a, b),
+            ] {
+                let mut to = [0.0; LANES];
+                simd.store(x, &mut to);
+                all.push(to);
+            }
             let sums = simd.accumulate(simd.accumulate(simd.sums(), a), b);
             all.push([simd.total(sums) as f32; LANES]);
             for mask in [1 << 31, 0b11 << 30, 1] {
@@ -449,17 +482,33 @@ mod tests {
         }
     }
 
+    /// The copy of some bytes past the caches.
+    struct StreamTask<'x>(&'x [u8], &'x mut [u8]);
+
+    impl SimdTask for StreamTask<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) {
+            Streaming::begin().copy(simd, self.0, self.1);
+        }
+    }
+
     #[test]
     fn streaming_copies_any_alignment_and_no_others() {
-        let from: Vec<u8> = (1..=100).collect();
-        for (start, length) in (0..33).flat_map(|start| (0..67).map(move |length| (start, length))).step_by(EVERY) {
-            let mut to = [0; 100];
-            Streaming::begin().copy(&from[..length], &mut to[start..start + length]);
-            let expected: Vec<u8> = (0..100)
+        let from: Vec<u8> = (1..=250).collect();
+        let lengths = [0, 1, 15, 63, 64, 65, 127, 128, 129, 190];
+        for (start, length) in (0..66).flat_map(|start| lengths.map(move |length| (start, length))).step_by(EVERY) {
+            let expected: Vec<u8> = (0..256)
                 .map(|i| if i < start { 0 } else { i - start + 1 })
                 .map(|i| if i <= length { i as u8 } else { 0 })
                 .collect();
-            assert_eq!(to[..], expected[..], "{length} bytes at {start}");
+            for isa in Isa::available() {
+                let mut to = [CacheLine([0; CACHE_LINE]); 4];
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut to);
+                isa.run(StreamTask(&from[..length], &mut bytes[start..start + length]));
+                assert_eq!(*bytes, expected[..], "{isa}: {length} bytes at {start}");
+            }
         }
     }
 

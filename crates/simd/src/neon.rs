@@ -96,6 +96,10 @@ impl Simd for Neon {
         each!(either, a, b, c)
     }
     #[inline(always)]
+    fn larger_bits(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
+        each!(larger_bits, a, b)
+    }
+    #[inline(always)]
     fn any_set(self, bits: NeonLanes, mask: u32) -> bool {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
@@ -237,6 +241,16 @@ unsafe fn either(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t 
         let [a, b, c] = [vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b), vreinterpretq_u32_f32(c)];
         vreinterpretq_f32_u32(vorrq_u32(vorrq_u32(a, b), c))
     }
+}
+
+/// The larger of two bit patterns, as unsigned integers.
+///
+/// # Safety
+/// The machine must have NEON.
+#[inline(always)]
+unsafe fn larger_bits(a: float32x4_t, b: float32x4_t) -> float32x4_t {
+    // SAFETY: the caller's.
+    unsafe { vreinterpretq_f32_u32(vmaxq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b))) }
 }
 
 /// `a·2^n`, for the `n` in the low bits of `integer`.

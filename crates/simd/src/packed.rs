@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-use crate::exp::SCALE;
+use crate::exp::{LEAST_NEAR, SCALE};
 use crate::{LANES, Simd, UNIT};
 
 /// `2^16 + 1`, by which [`Simd::high_product`] takes off all but eight bits.
@@ -17,6 +17,8 @@ pub struct ExpFactor<S: Simd> {
     split: S::Lanes,
     /// Smallest exponential whose product is not flushed to 0.
     smallest: S::Lanes,
+    /// Whether the product of every exponential of a gap within [`NEAR`](crate::exp::NEAR) is a normal number.
+    keeps_near: bool,
 }
 
 impl<S: Simd> ExpFactor<S> {
@@ -27,17 +29,28 @@ impl<S: Simd> ExpFactor<S> {
         let split = factor * SPLIT;
         // An exponential is 2^64 at most.
         let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
+        let smallest = smallest(f64::from(factor) * SCALE);
         in_range.then_some(Self {
             value: simd.splat(factor),
             split: simd.splat(split),
-            smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
+            smallest: simd.splat(smallest),
+            // An exponential is off by 1e-7 of itself.
+            keeps_near: f64::from(smallest) < LEAST_NEAR * (1.0 - 1e-6),
         })
     }
 
-    /// Multiplies stored exponentials by the factor; those below the smallest give 0.
+    /// Whether [`PackedElement::store_products`] need not look for exponentials that are too small, if all are of gaps within
+    /// [`NEAR`](crate::exp::NEAR).
+    pub fn keeps_near(&self) -> bool {
+        self.keeps_near
+    }
+
+    /// Multiplies stored exponentials by the factor; those below the smallest give 0, unless `ALL_NEAR` says that none is.
     #[inline(always)]
-    pub fn products(&self, simd: S, [low, high]: [S::Lanes; 2]) -> [S::Lanes; 2] {
-        let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
+    pub fn products<const ALL_NEAR: bool>(&self, simd: S, [mut low, mut high]: [S::Lanes; 2]) -> [S::Lanes; 2] {
+        if !ALL_NEAR {
+            (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
+        }
         [simd.mul(low, self.value), simd.mul(high, self.value)]
     }
 }
@@ -66,10 +79,16 @@ pub trait PackedElement: PartialEq + Pod + Send + Sync {
     }
     /// Stores two vectors as a unit, in the same order; the result for a NaN is unspecified.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
-    /// Stores `x·factor`, or 0 if `x` is below the factor's smallest exponential, in the same order.
+    /// Stores `x·factor`, or 0 if `x` is below the factor's smallest exponential, in the same order. With `ALL_NEAR` none is: all are of
+    /// gaps within [`NEAR`](crate::exp::NEAR), and the factor [keeps](ExpFactor::keeps_near) such.
     #[inline(always)]
-    fn store_products<S: Simd>(simd: S, x: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
-        Self::store(simd, by.products(simd, x), to);
+    fn store_products<S: Simd, const ALL_NEAR: bool>(
+        simd: S,
+        x: [S::Lanes; 2],
+        by: ExpFactor<S>,
+        to: &mut [Self; UNIT],
+    ) {
+        Self::store(simd, by.products::<ALL_NEAR>(simd, x), to);
     }
     /// Returns the row as f32 storage for exponentials, if its elements are f32.
     fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
@@ -131,10 +150,22 @@ sixteen_bits!(
         j / 2 + j % 2 * LANES
     },
     #[inline(always)]
-    fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
-        let even = simd.high_product(even, by.smallest, by.value, by.split);
-        let odd = simd.high_product(odd, by.smallest, by.value, by.split);
-        simd.truncate_bf16([even, odd], to);
+    fn store_products<S: Simd, const ALL_NEAR: bool>(
+        simd: S,
+        [even, odd]: [S::Lanes; 2],
+        by: ExpFactor<S>,
+        to: &mut [Self; UNIT],
+    ) {
+        let ExpFactor { value, split, smallest, .. } = by;
+        let products = if ALL_NEAR {
+            [simd.high_product(even, value, split), simd.high_product(odd, value, split)]
+        } else {
+            [
+                simd.high_product_at_least(even, smallest, value, split),
+                simd.high_product_at_least(odd, smallest, value, split),
+            ]
+        };
+        simd.truncate_bf16(products, to);
     }
 );
 sixteen_bits!(f16, load_f16, store_f16);
@@ -156,8 +187,15 @@ mod tests {
 
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
+            let (exps, factor) = (f32::load(simd, self.0), ExpFactor::new(simd, self.1)?);
             let mut products = [bf16::ZERO; UNIT];
-            bf16::store_products(simd, f32::load(simd, self.0), ExpFactor::new(simd, self.1)?, &mut products);
+            bf16::store_products::<S, false>(simd, exps, factor, &mut products);
+            // Where nothing is flushed, not looking for it changes no bit.
+            if factor.keeps_near() && self.0.iter().all(|x| f64::from(*x) >= LEAST_NEAR) {
+                let mut near = [bf16::ZERO; UNIT];
+                bf16::store_products::<S, true>(simd, exps, factor, &mut near);
+                assert_eq!(near, products);
+            }
             Some(products)
         }
     }
@@ -166,8 +204,11 @@ mod tests {
     fn bf16_products_are_rounded_once_to_nearest() {
         let mut rng = ChaCha8Rng::seed_from_u64(6);
         for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
-            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
-            exps[..5].copy_from_slice(&[0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0]);
+            // Of every other unit all are near.
+            let least = if case % 2 == 0 { -60.0_f32 } else { -28.0 };
+            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(least..64.0).exp2());
+            let odd = [0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0];
+            exps[case % 2..5].copy_from_slice(&odd[case % 2..]);
             let factor = match case % 4 {
                 0 => 1.0,
                 1 => -(1.0 + f32::EPSILON),

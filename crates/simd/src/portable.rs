@@ -69,6 +69,10 @@ impl Simd for Portable {
         from_fn(|i| f32::from_bits(a[i].to_bits() | b[i].to_bits() | c[i].to_bits()))
     }
     #[inline(always)]
+    fn larger_bits(self, a: PortableLanes, b: PortableLanes) -> PortableLanes {
+        from_fn(|i| f32::from_bits(a[i].to_bits().max(b[i].to_bits())))
+    }
+    #[inline(always)]
     fn any_set(self, bits: PortableLanes, mask: u32) -> bool {
         bits.iter().any(|x| x.to_bits() & mask != 0)
     }

@@ -389,7 +389,7 @@ impl<E: NativeElement, T: Terms> SimdTask for WriteTask<'_, E, T> {
                 Some(student) => {
                     let x: &[E; UNIT] = student[i * UNIT..][..UNIT].try_into().expect("a whole unit");
                     E::store(simd, terms.dlogits(simd, &lanes.unit(simd, x, y), factors), &mut made);
-                    streaming.copy(cast_slice(&made), cast_slice_mut(to));
+                    streaming.copy(simd, cast_slice(&made), cast_slice_mut(to));
                 }
                 None => E::store(simd, terms.dlogits(simd, &lanes.unit(simd, to, y), factors), to),
             }

@@ -83,8 +83,16 @@ pub(super) struct SavedExponentials {
     /// Exponentials `2^64·e_j` by blocks, 0 for the target, each times its slope under a cap; not used if they replaced
     /// the logits.
     exps: Vec<ExpBlock>,
-    /// Maximum `m` that the exponentials of each block are relative to.
-    maxima: Vec<f32>,
+    blocks: Vec<BlockScale>,
+}
+
+/// The maximum that the exponentials of a block are relative to, and how far they reach.
+#[derive(Clone, Copy, Default)]
+struct BlockScale {
+    /// Maximum `m` of the columns so far.
+    max: f32,
+    /// Whether no column is farther below `m` than [`NEAR`](assay_simd::exp::NEAR), and no slope makes an exponential smaller.
+    near: bool,
 }
 
 /// The results of a row's softmaxes.
@@ -286,14 +294,14 @@ impl SoftmaxSettings {
         {
             saved.over_logits = true;
             return self.score_by(id, target, vocab, rate, |inverse_temperature, _| {
-                let maxima = &mut saved.maxima;
+                let blocks = &mut saved.blocks;
                 self.isa.run(ScoreRowInPlace {
                     row: &mut *row,
                     id,
                     transform,
                     inverse_temperature,
                     sums_logits,
-                    maxima,
+                    blocks,
                 })
             });
         }

@@ -5,15 +5,15 @@
 //! the maximum they are in f32 over two columns only.
 //!
 //! The number of vector instructions bounds the time, so the pass has none that looks for a larger maximum, or for a column too
-//! far below it for the exponential's arithmetic. Both show in the two highest bits of the column's gap, which are or'ed over a
-//! block; only a block in which one is set is passed again. Once a column was too far below, others of its row will be, and the
+//! far below it for the exponential's arithmetic. Both show in the two highest bits of the column's gap, the largest of which is kept
+//! over a block; only a block in which one is set is passed again. Once a column was too far below, others of its row will be, and the
 //! pass handles them at once in the blocks that follow.
 
 use super::logits_transform::{ColumnTransform, LeftOutColumns, RowTransform, TransformedBlock};
-use super::{BLOCK, ExpBlock, Exponent, NativeElement, RowSoftmax, SavedExponentials, UNITS};
+use super::{BLOCK, BlockScale, ExpBlock, Exponent, NativeElement, RowSoftmax, SavedExponentials, UNITS};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
-use assay_simd::exp::{Exp, SCALE, step};
+use assay_simd::exp::{Exp, NEAR, SCALE, step};
 use assay_simd::{LANES, PackedElement, Simd, SimdTask, UNIT, prefetch, smallest};
 
 /// Number of units whose exponentials are added in f32 before their sum is added in f64.
@@ -50,15 +50,15 @@ impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
         let mut saved = saved.map(|saved| {
             let blocks = row.len().div_ceil(BLOCK);
             saved.exps.resize(blocks, ExpBlock::room());
-            saved.maxima.resize(blocks, 0.0);
-            (&mut saved.exps[..], &mut saved.maxima[..])
+            saved.blocks.resize(blocks, BlockScale::default());
+            (&mut saved.exps[..], &mut saved.blocks[..])
         });
         // Each block's exponentials are relative to the maximum that the sums have after it: the write is told which.
         let mut mapped = TransformedBlock::room();
         for (i, block) in row.chunks(BLOCK).enumerate() {
-            sums.add(simd, i, block, &mut mapped, saved.as_mut().map(|(exps, _)| &mut exps[i].0));
-            if let Some((_, maxima)) = &mut saved {
-                maxima[i] = sums.max;
+            let scale = sums.add(simd, i, block, &mut mapped, saved.as_mut().map(|(exps, _)| &mut exps[i].0));
+            if let Some((_, blocks)) = &mut saved {
+                blocks[i] = scale;
             }
         }
         sums.softmax(simd)
@@ -74,8 +74,7 @@ pub(super) struct ScoreRowInPlace<'r> {
     pub(super) inverse_temperature: f64,
     /// Whether all transformed logits are added up too.
     pub(super) sums_logits: bool,
-    /// Maximum `m` that the exponentials of each block are relative to.
-    pub(super) maxima: &'r mut Vec<f32>,
+    pub(super) blocks: &'r mut Vec<BlockScale>,
 }
 
 impl SimdTask for ScoreRowInPlace<'_> {
@@ -83,15 +82,14 @@ impl SimdTask for ScoreRowInPlace<'_> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> RowSoftmax {
-        let Self { row, id, transform, inverse_temperature, sums_logits, maxima } = self;
+        let Self { row, id, transform, inverse_temperature, sums_logits, blocks } = self;
         let mut sums = RunningSums::new(simd, transform, Some((id, row[id])), inverse_temperature, sums_logits);
-        maxima.clear();
+        blocks.clear();
         // Exponentials go to a buffer first: a block whose maximum turns out larger is read again.
         let (mut mapped, ExpBlock(mut exps)) = (TransformedBlock::room(), ExpBlock::room());
         for (i, block) in row[..transform.vocab].chunks_mut(BLOCK).enumerate() {
-            sums.add(simd, i, block, &mut mapped, Some(&mut exps));
+            blocks.push(sums.add(simd, i, block, &mut mapped, Some(&mut exps)));
             block.copy_from_slice(&exps.as_flattened()[..block.len()]);
-            maxima.push(sums.max);
         }
         sums.softmax(simd)
     }
@@ -122,6 +120,8 @@ struct RunningSums<'t, S: Simd> {
     inverse_temperature: f64,
     /// Unit in which gaps are counted, in logits.
     step: f64,
+    /// Largest gap of a column that is [`NEAR`], in steps.
+    near: f32,
     target: f32,
     /// Maximum `m` of the columns so far.
     max: f32,
@@ -162,6 +162,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             absent,
             inverse_temperature,
             step: step(inverse_temperature),
+            near: (NEAR / inverse_temperature / step(inverse_temperature)) as f32,
             target,
             // Beginning with the target spares a rescale for rows whose target is the maximum. The bound by the least
             // finite number keeps `x − max` from being −∞ − (−∞); a NaN fails the comparison and stays.
@@ -175,7 +176,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     }
 
     /// Adds the `i`th block without its left-out columns, and writes its exponentials to `exps` if that is given, each
-    /// times its slope.
+    /// times its slope. Returns what they are relative to.
     #[inline(always)]
     fn add<E: NativeElement>(
         &mut self,
@@ -184,7 +185,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         block: &[E],
         mapped: &mut TransformedBlock,
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
-    ) {
+    ) -> BlockScale {
         block.as_chunks().0.iter().for_each(prefetch);
         // A block that is whole and has no left-out column is read in place; of any other a copy is, whose left-out columns are −∞.
         let mut absent = self.absent.in_block(i).chain(block.len()..BLOCK).peekable();
@@ -203,15 +204,15 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             }
         };
         let Some(map) = self.map else {
-            self.add_units(simd, units, exps, !complete);
+            let near = self.add_units(simd, units, exps, !complete);
             self.add_logits(simd, i, block, None);
-            return;
+            return BlockScale { max: self.max, near };
         };
         // The softmax is of the transformed logits; saved exponentials are multiplied by the slopes of the cap, since the write needs
         // them so.
         map.block(simd, i, units, mapped, exps.is_some());
         absent.clone().for_each(|j| mapped.set::<E>(j, f32::NEG_INFINITY));
-        self.add_units(simd, &mapped.t, exps.as_deref_mut(), !complete);
+        let near = self.add_units(simd, &mapped.t, exps.as_deref_mut(), !complete);
         if self.logits.is_some() {
             // The target is among the logits that are added up: of a whole vocabulary it alone is left out.
             absent.for_each(|j| mapped.set::<E>(j, self.target));
@@ -225,6 +226,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
                 f32::store(simd, [simd.mul(low, slopes[0]), simd.mul(high, slopes[1])], exps);
             }
         }
+        BlockScale { max: self.max, near: near && !map.caps() }
     }
 
     /// Adds the transformed logits of the `i`th block, left-out columns among them, if their sum is read. Their gaps below the maximum
@@ -246,7 +248,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     }
 
     /// Adds a block as if no column were above `m`, and none far below it unless that is to be expected; if that was
-    /// wrong, adds it again.
+    /// wrong, adds it again. Returns whether all columns are known to be [`NEAR`].
     #[inline(always)]
     fn add_units<E: NativeElement>(
         &mut self,
@@ -254,24 +256,24 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         block: &[[E; UNIT]; UNITS],
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
         expects_far: bool,
-    ) {
+    ) -> bool {
         // The first pass over a block assumes that the maximum stays, and checks it by the bits of the gaps.
         let mut far = expects_far || self.far;
         loop {
             let room = exps.as_deref_mut();
-            let (sums, right) =
+            let (sums, right, near) =
                 if far { self.walk::<E, true>(simd, block, room) } else { self.walk::<E, false>(simd, block, room) };
             // If the block exceeds the assumed maximum, move the sums to the new one, and add the block column by column.
             let top = if right { f32::MIN } else { largest(simd, block) };
             if top > self.max {
                 self.raise(simd, top);
                 self.add_singly(simd, block, exps);
-                return;
+                return false;
             }
             // The maximum stays. If the pass handled far columns and still was not right, there is a NaN, which the sums have.
             if right || far {
                 self.running = sums;
-                return;
+                return right && near;
             }
             // A column was too far below for the exponential: add the block again, and expect such columns from now on.
             (self.far, far) = (true, true);
@@ -279,19 +281,19 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     }
 
     /// Returns the sums with a block, and whether they are right: no column was above `m`, and none far below it unless
-    /// `FAR` handles such columns.
+    /// `FAR` handles such columns. If they are right, the last says whether all columns are [`NEAR`].
     #[inline(always)]
     fn walk<E: NativeElement, const FAR: bool>(
         &self,
         simd: S,
         block: &[[E; UNIT]; UNITS],
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
-    ) -> ([S::Sums; 2], bool) {
+    ) -> ([S::Sums; 2], bool, bool) {
         // A gap in steps is one fused product and sum; with far columns it is held below the largest that the exponential takes.
         let max = simd.splat(self.max);
         let (max_in_steps, steps_a_unit) =
             (simd.splat((f64::from(self.max) / self.step) as f32), simd.splat((-1.0 / self.step) as f32));
-        // Bits of all gaps are or'ed, so that one test after the block tells whether any was below 0 or too far.
+        // The largest bits of all gaps tell after the block whether any was below 0 or too far: the sign bit is above all others.
         let mut seen = simd.splat(0.0);
         let [mut sum, mut weighted] = self.running;
         for group in (0..UNITS).step_by(GROUP) {
@@ -303,7 +305,10 @@ impl<'t, S: Simd> RunningSums<'t, S> {
                 for x in &mut gaps {
                     *x = if FAR { self.exp.gap(simd, max, *x) } else { simd.mul_add(*x, steps_a_unit, max_in_steps) };
                 }
-                seen = simd.either(simd.either(seen, gaps[0], gaps[1]), gaps[2], gaps[3]);
+                seen = simd.larger_bits(
+                    simd.larger_bits(seen, simd.larger_bits(gaps[0], gaps[1])),
+                    simd.larger_bits(gaps[2], gaps[3]),
+                );
                 // Four vectors at a time hide the latency of each step of the exponential.
                 let e = self.exp.scaled(simd, gaps);
                 for i in 0..4 {
@@ -319,7 +324,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
             weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
         }
-        ([sum, weighted], !simd.any_set(seen, if FAR { BELOW_0 } else { BELOW_0 | AT_LEAST_2 }))
+        let right = !simd.any_set(seen, if FAR { BELOW_0 } else { BELOW_0 | AT_LEAST_2 });
+        ([sum, weighted], right, !simd.any_set(simd.sub(simd.splat(self.near), seen), BELOW_0))
     }
 
     /// Makes the sums relative to a new maximum `top`.

@@ -4,9 +4,9 @@ use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::logits_transform::{ColumnTransform, RowTransform, TransformedBlock};
 use super::score::units;
-use super::{BLOCK, ExpBlock, Exponent, LogitsRow, NativeElement, SavedExponentials, UNITS};
+use super::{BLOCK, BlockScale, ExpBlock, Exponent, LogitsRow, NativeElement, SavedExponentials, UNITS};
 use assay_simd::exp::{Exp, SCALE};
-use assay_simd::{ExpFactor, PackedElement, Simd, SimdTask, Streaming, UNIT, smallest};
+use assay_simd::{CacheLine, ExpFactor, PackedElement, Simd, SimdTask, Streaming, UNIT, smallest};
 
 /// The factors of dlogits: `dx_j = e_j·policy + q_j·(slope·a_j + offset) + constant`, with `a` in steps and `q` of the
 /// softmax that entropy is of.
@@ -42,7 +42,7 @@ impl DlogitsFactors {
             && saved.over_logits
         {
             for (i, dlogits) in row.dlogits.chunks_mut(BLOCK).enumerate() {
-                let faded = logp.faded(saved.maxima[i]) / SCALE;
+                let faded = logp.faded(saved.blocks[i].max) / SCALE;
                 for x in dlogits {
                     let e = (f64::from(x.to_f32()) * faded) as f32;
                     // A NaN among the logits may have left any number here.
@@ -126,9 +126,9 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let farthest = self.logp.farthest();
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    if saved.maxima[i] != since {
-                        since = saved.maxima[i];
-                        faded = self.logp.faded(since);
+                    let BlockScale { max, near } = saved.blocks[i];
+                    if max != since {
+                        (since, faded) = (max, self.logp.faded(max));
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
                     let largest = factor.abs() + slope.abs() * farthest;
@@ -150,17 +150,13 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                     let logits = self.row.logits;
                     let ExpBlock(exps) = &saved.exps[i];
                     if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
-                        write_smoothed(
-                            simd,
-                            &streaming,
-                            None,
-                            i,
-                            logits,
-                            dlogits,
-                            exps,
-                            &TimesFactor(factor),
-                            constant,
-                        );
+                        if near && factor.keeps_near() {
+                            let unit = TimesFactor::<S, true>(factor);
+                            write_smoothed(simd, &streaming, None, i, logits, dlogits, exps, &unit, constant);
+                        } else {
+                            let unit = TimesFactor::<S, false>(factor);
+                            write_smoothed(simd, &streaming, None, i, logits, dlogits, exps, &unit, constant);
+                        }
                     } else {
                         let sloped = TimesSlope { again, factors };
                         write_smoothed(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped, constant);
@@ -232,17 +228,31 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     exps: &[[f32; UNIT]; UNITS],
     unit: &U,
 ) {
-    // Without a transform, and over the logits, every unit is written in place; the last one, if it is not whole, through a copy.
+    // Without a transform every unit is written where it goes, over the logits or past the caches into lines of its own; the last one, if
+    // it is not whole, through a copy.
     let from = logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
-    if from.is_none() && mapping.is_none() {
+    let in_lines = dlogits.as_ptr().addr().is_multiple_of(align_of::<CacheLine>());
+    if mapping.is_none() && (from.is_none() || in_lines) {
         let (units, tail) = dlogits.as_chunks_mut();
         let mut exps = exps.iter();
-        for (to, exps) in units.iter_mut().zip(&mut exps) {
-            unit.write(simd, to, exps);
+        match from {
+            None => {
+                for (to, exps) in units.iter_mut().zip(&mut exps) {
+                    unit.write(simd, to, exps);
+                }
+            }
+            Some(from) => {
+                for ((to, from), exps) in units.iter_mut().zip(from.as_chunks().0).zip(&mut exps) {
+                    let mut made: [E; UNIT] = *from;
+                    unit.write(simd, &mut made, exps);
+                    streaming.copy(simd, cast_slice(&made), cast_slice_mut(to));
+                }
+            }
         }
         if let (false, Some(exps)) = (tail.is_empty(), exps.next()) {
+            let of_tail = from.map_or(&*tail, |from| from.as_chunks::<UNIT>().1);
             let mut last = [E::MINUS_INFINITY; UNIT];
-            last[..tail.len()].copy_from_slice(tail);
+            last[..tail.len()].copy_from_slice(of_tail);
             unit.write(simd, &mut last, exps);
             tail.copy_from_slice(&last[..tail.len()]);
         }
@@ -279,7 +289,7 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     // Dlogits in a separate array are streamed past the caches.
     let bytes = cast_slice(&block[..dlogits.len()]);
     match from {
-        Some(_) => streaming.copy(bytes, cast_slice_mut(dlogits)),
+        Some(_) => streaming.copy(simd, bytes, cast_slice_mut(dlogits)),
         None => dlogits.copy_from_slice(&block[..dlogits.len()]),
     }
 }
@@ -300,21 +310,21 @@ impl<S: Simd> DlogitsUnit<S> for OverLogits<S> {
     }
 }
 
-/// Dlogits `e_j·factor`, of exponentials that were saved.
+/// Dlogits `e_j·factor`, of exponentials that were saved. With `ALL_NEAR` none of them is flushed to 0.
 #[derive(Clone, Copy)]
-struct TimesFactor<S: Simd>(ExpFactor<S>);
+struct TimesFactor<S: Simd, const ALL_NEAR: bool>(ExpFactor<S>);
 
-impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
+impl<S: Simd, const ALL_NEAR: bool> DlogitsUnit<S> for TimesFactor<S, ALL_NEAR> {
     const READS_LOGITS: bool = false;
 
     #[inline(always)]
     fn dlogits(&self, simd: S, _: [S::Lanes; 2], exps: &[f32; UNIT]) -> [S::Lanes; 2] {
-        self.0.products(simd, f32::load(simd, exps))
+        self.0.products::<ALL_NEAR>(simd, f32::load(simd, exps))
     }
 
     #[inline(always)]
     fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
-        E::store_products(simd, f32::load(simd, exps), self.0, logits);
+        E::store_products::<S, ALL_NEAR>(simd, f32::load(simd, exps), self.0, logits);
     }
 }
 
