@@ -12,6 +12,10 @@ fn pages_charts_are_of_the_data() {
     hold("docs/data/support.svg", &standalone(bars(&support(), None, &Markup::default())));
     hold("docs/data/kappas.svg", &standalone(bars(&kappas(), Some(1.0), &Markup::default())));
     hold("docs/data/gpu-programs.svg", &standalone(bars(&programs(), None, &Markup::default())));
+    hold("docs/data/judge-times.svg", &standalone(bars(&judge_times(), None, &Markup::default())));
+    hold("docs/data/native-times.svg", &standalone(bars(&native_times(), Some(1.0), &Markup::default())));
+    hold("docs/data/settings-times.svg", &standalone(bars(&settings_times(), Some(1.0), &Markup::default())));
+    hold("docs/data/loss-times.svg", &standalone(bars(&loss_times(), Some(1.0), &Markup::default())));
 }
 
 /// Returns the rows of the first table of a page that has this head, in cells without marks.
@@ -73,4 +77,56 @@ fn programs() -> Vec<Bar> {
         Bar::single(format!("{} {}", cells[0], cells[3]), ms, Tone::First, format!("{ms:.2} ms"))
     };
     rows.iter().map(bar).collect()
+}
+
+/// Returns the largest of the numbers in a cell of times, such as `5.2 to 6.0` and `1.3 and 1.4 ×`; 0 if there is none.
+fn largest(cell: &str) -> f64 {
+    cell.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).fold(0.0, f64::max)
+}
+
+/// How long the reference and the judge take for a logit.
+fn judge_times() -> Vec<Bar> {
+    let rows = table("docs/benches.md", "| shape | dtype | reference |");
+    let bars = |cells: &Vec<String>| {
+        let bar = |what: &str, cell: &String, tone| {
+            Bar::single(format!("{what}, {} {}", cells[0], cells[1]), largest(cell), tone, format!("{cell} ns"))
+        };
+        [bar("reference", &cells[2], Tone::First), bar("judge", &cells[4], Tone::Second)]
+    };
+    rows.iter().flat_map(bars).collect()
+}
+
+/// The native kernel's time to that of a copy of the logits.
+fn native_times() -> Vec<Bar> {
+    let rows = table("docs/benches.md", "| dtype | fwd + bwd, 2 threads |");
+    let bar = |cells: &Vec<String>| {
+        Bar::single(&*cells[0], largest(&cells[2]), Tone::First, format!("{}, {}", cells[2], cells[1]))
+    };
+    rows.iter().map(bar).collect()
+}
+
+/// The largest ratio of a setting's time to that of the plain row.
+fn settings_times() -> Vec<Bar> {
+    let rows = table("docs/benches.md", "| setting | | f32, forward |");
+    let bar = |cells: &Vec<String>| {
+        let most = cells[2..].iter().map(|cell| largest(cell)).fold(0.0, f64::max);
+        let name = format!("{}, {}", cells[0].replace('`', ""), cells[1]);
+        Bar::single(name, most, Tone::First, format!("at most {most:.2} ×"))
+    };
+    rows.iter().map(bar).collect()
+}
+
+/// The time of each program of the record to that of its bound, which is 1 itself and has no bar.
+fn loss_times() -> Vec<Bar> {
+    let rows = table("docs/benches.md", "| program | ms | × its bound |");
+    let bar = |cells: &Vec<String>| {
+        let tone = match cells[0].split_once(": ") {
+            Some((_, "assay" | "native" | "native-lm-head")) => Tone::First,
+            _ => Tone::Second,
+        };
+        // A ratio to another program than the table's bound names it.
+        let (ratio, of) = cells[2].split_once(' ').unwrap_or((&cells[2], "(bound)"));
+        Bar::single(&*cells[0], largest(ratio), tone, format!("{ratio} × {of}, {} ms", cells[1]))
+    };
+    rows.iter().filter(|cells| cells[2] != "1").map(bar).collect()
 }
