@@ -17,7 +17,7 @@ const EDGES_AT_ONCE: usize = 4;
 
 /// The error of a value and the parts of its limit, or sums of them: error, rounding with floor, scale.
 ///
-/// Rounding and floor are added up as one: a norm of a sum is at most the sum of the norms.
+/// Rounding and floor are added up as one, as the norm of their sum is at most the sum of their norms: a tighter limit.
 pub type ErrorParts = [f64; 3];
 
 /// Values with the exact ones and the bounds of their errors, each of the same length.

@@ -90,7 +90,7 @@ pub enum Model {
     /// Each element by itself: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale + floor`.
     Elementwise,
     /// The norm of each token's row of dlogits without its target, of `dhidden`, or of each column of `dlm_head`:
-    /// `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂ + ‖floor‖₂`.
+    /// `‖x̂ − x‖₂ ≤ ‖½ulp(x) + floor‖₂ + κ·u·‖scale‖₂`.
     RowL2,
     /// The sum of each token's row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale + Σ floor`.
     RowSum,

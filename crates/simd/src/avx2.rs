@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
+use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, Streaming, UNIT, by_halves};
 
 /// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -84,9 +84,10 @@ impl Simd for Avx2 {
     fn larger_bits(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe {
-            let [low, high] = [0, 1].map(|i| (_mm256_castps_si256(a[i]), _mm256_castps_si256(b[i])));
-            let larger = [_mm256_max_epu32(low.0, low.1), _mm256_max_epu32(high.0, high.1)];
-            [_mm256_castsi256_ps(larger[0]), _mm256_castsi256_ps(larger[1])]
+            [
+                _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a[0]), _mm256_castps_si256(b[0]))),
+                _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a[1]), _mm256_castps_si256(b[1]))),
+            ]
         }
     }
     #[inline(always)]
@@ -193,10 +194,10 @@ impl Simd for Avx2 {
     }
     #[cfg(not(miri))]
     #[inline(always)]
-    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+    fn stream(self, _: &Streaming, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
         let (from, to) = (from.as_ptr().cast::<__m256i>(), to.0.as_mut_ptr().cast::<__m256i>());
         // SAFETY: `self` shows that the machine has the instructions; both halves lie within the lines, and a line is where registers
-        // may stand.
+        // may stand. `Streaming` orders the stores when it is dropped.
         unsafe {
             _mm256_stream_si256(to, _mm256_loadu_si256(from));
             _mm256_stream_si256(to.add(1), _mm256_loadu_si256(from.add(1)));

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, UNIT, by_halves};
+use super::{CACHE_LINE, CacheLine, LANES, LEAST_MANTISSA, Simd, SimdTask, Streaming, UNIT, by_halves};
 
 /// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -175,8 +175,9 @@ impl Simd for Avx512 {
     }
     #[cfg(not(miri))]
     #[inline(always)]
-    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
-        // SAFETY: `self` shows that the machine has the instructions; a line is where a register may stand, and fills it.
+    fn stream(self, _: &Streaming, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+        // SAFETY: `self` shows that the machine has the instructions; a line is where a register may stand, and fills it. `Streaming`
+        // orders the stores when it is dropped.
         unsafe { _mm512_stream_si512(to.0.as_mut_ptr().cast(), _mm512_loadu_si512(from.as_ptr().cast())) };
     }
 }

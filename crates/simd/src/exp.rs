@@ -15,7 +15,8 @@ const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_0
 /// Largest gap `a/T` below the maximum, in nats, whose exponential times [`SCALE`] is a normal number.
 pub const FAR: f64 = 131.0;
 
-/// Largest gap `a/T`, in nats, of a column that is near: its exponential, `2^-92` at least, times any usual factor is a normal number.
+/// Largest gap `a/T`, in nats, of a column that is near: its exponential is `2^-92` at least, and factors that
+/// [keep](crate::ExpFactor::keeps_near) such ones give a normal number.
 pub const NEAR: f64 = 92.0 * std::f64::consts::LN_2;
 
 /// The exponential of [`NEAR`], times [`SCALE`].

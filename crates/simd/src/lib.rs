@@ -131,9 +131,9 @@ pub trait Simd: Copy {
     fn load_f16(self, from: &[f16; UNIT]) -> [Self::Lanes; 2];
     /// Stores a unit of f16 in order, rounded to nearest even; NaN stays NaN.
     fn store_f16(self, x: [Self::Lanes; 2], to: &mut [f16; UNIT]);
-    /// Copies a cache line past the caches, where the unit can.
+    /// Copies a cache line past the caches, where the unit can; it is there once the [`Streaming`] is dropped.
     #[inline(always)]
-    fn stream(self, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
+    fn stream(self, _: &Streaming, from: &[u8; CACHE_LINE], to: &mut CacheLine) {
         to.0 = *from;
     }
 }
@@ -141,7 +141,7 @@ pub trait Simd: Copy {
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
 
-/// The bytes of a cache line, at an address of its own.
+/// The bytes of a cache line, aligned to one.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
 pub struct CacheLine([u8; CACHE_LINE]);
@@ -166,7 +166,8 @@ pub fn prefetch<E>(unit: &[E; UNIT]) {
     let _ = (unit, AHEAD);
 }
 
-/// Stores that bypass the caches and do not read the lines that they fill. They are complete when the value is dropped.
+/// Stores that bypass the caches where the vector unit can, and do not read the lines that they fill. They are complete
+/// when the value is dropped.
 pub struct Streaming(());
 
 #[allow(clippy::unused_self, reason = "the value is what waits for the stores when it is dropped")]
@@ -181,21 +182,21 @@ impl Streaming {
     pub fn copy<S: Simd>(&self, simd: S, from: &[u8], to: &mut [u8]) {
         // What is made of whole lines has no ends, and is the usual case.
         if let Ok(lines) = try_cast_slice_mut(to) {
-            return stream(simd, from, lines);
+            return self.lines(simd, from, lines);
         }
         let (head, lines, tail) = pod_align_to_mut(to);
         let (from_head, from) = from.split_at(head.len());
         let (from_lines, from_tail) = from.split_at(lines.len() * CACHE_LINE);
         head.copy_from_slice(from_head);
-        stream(simd, from_lines, lines);
+        self.lines(simd, from_lines, lines);
         tail.copy_from_slice(from_tail);
     }
-}
 
-#[inline(always)]
-fn stream<S: Simd>(simd: S, from: &[u8], to: &mut [CacheLine]) {
-    for (to, from) in to.iter_mut().zip(from.as_chunks().0) {
-        simd.stream(from, to);
+    #[inline(always)]
+    fn lines<S: Simd>(&self, simd: S, from: &[u8], to: &mut [CacheLine]) {
+        for (to, from) in to.iter_mut().zip(from.as_chunks().0) {
+            simd.stream(self, from, to);
+        }
     }
 }
 

@@ -91,7 +91,7 @@ pub(super) struct SavedExponentials {
 struct BlockScale {
     /// Maximum `m` of the columns so far.
     max: f32,
-    /// Whether no column is farther below `m` than [`NEAR`](assay_simd::exp::NEAR), and no slope makes an exponential smaller.
+    /// Whether all columns are known to be within [`NEAR`](assay_simd::exp::NEAR) of `m`, and no slope makes an exponential smaller.
     near: bool,
 }
 
