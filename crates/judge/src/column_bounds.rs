@@ -422,8 +422,13 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
         .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
     let gaps_of_logp = gaps(logp, of_logp, rounded);
 
-    // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
     let mut whole = ColumnErrors::zeros(p.len());
+    // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
+    // target.
+    let mut flushed = vec![1.0 + of_token.flushed + grad; p.len()];
+    // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
+    let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
+    // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
     if grad != 0.0 {
         let common = of_token.common();
         let bounds = whole.scale.iter_mut().zip(&mut whole.floor);
@@ -431,13 +436,6 @@ fn whole_and_flushed(of_token: &DlogitsCondition, columns: &TokenColumns) -> (Co
             *scale = p * (common.scale + grad * gap);
             *floor = p * common.floor;
         }
-    }
-    // The flushed part, in units of FLUSHED. f32 flushes exp below its smallest normal number: once a column, and V times on the
-    // target.
-    let mut flushed = vec![1.0 + of_token.flushed + grad; p.len()];
-    // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
-    let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
-    if grad != 0.0 {
         for (v, error) in errors.iter().flatten().enumerate() {
             whole.floor[v] += p[v] * grad * error / logp.divisor;
         }

@@ -1,7 +1,7 @@
 //! [`ErrorSums`]: the sums of a row's errors and of the parts of their limits, and the walk that compares many values and adds them up.
 //!
-//! Most of the judge's work on a row is here. Four values at a time are read once, and all that is asked of them is done in registers;
-//! what few values need, those worse than all before or not finite, is left to a second walk over a few of them.
+//! Most of the judge's work on a row is here. Four values at a time are read once, and sums and counts stay in registers. Values that are
+//! not finite or worse than all before are few: a second walk over the 64 around them finds them.
 
 use crate::metric::{Allowance, Position, Spacing, Tally, ULP_EDGES};
 use assay_core::problem::Dtype;
@@ -129,8 +129,8 @@ impl Tally {
         }
     }
 
-    /// Adds at most [`AT_ONCE`] values to `sums`, and returns whether all are finite and none is worse than all before, and the histogram
-    /// of their errors, if all are finite.
+    /// Adds at most [`AT_ONCE`] values to `sums`. Returns whether all are finite and none is worse than all before, and the histogram of
+    /// their errors, which counts only if all are finite.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the loop is compiled for the vector unit of its caller")]
     fn survey(

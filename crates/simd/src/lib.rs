@@ -100,8 +100,8 @@ pub trait Simd: Copy {
     ) -> Self::Lanes {
         self.high_product(self.at_least(x, bound), factor, split)
     }
-    /// Selects the larger bit pattern, as an unsigned integer: of numbers from 0 up the larger one, and before them all NaNs and numbers
-    /// below 0.
+    /// Selects the larger bit pattern, as an unsigned integer. Among numbers from 0 up that is the larger number, and any number below 0
+    /// is above all of them.
     fn larger_bits(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// Combines the bits that are set in any of the three.
     fn either(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
@@ -180,7 +180,7 @@ impl Streaming {
     /// Copies `from` to `to`, which have the same length: whole cache lines past the caches, and both ends through them.
     #[inline(always)]
     pub fn copy<S: Simd>(&self, simd: S, from: &[u8], to: &mut [u8]) {
-        // What is made of whole lines has no ends, and is the usual case.
+        // A destination of whole lines, the usual case, has no ends to be copied by themselves.
         if let Ok(lines) = try_cast_slice_mut(to) {
             return self.lines(simd, from, lines);
         }

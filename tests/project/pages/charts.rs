@@ -79,12 +79,13 @@ fn programs() -> Vec<Bar> {
     rows.iter().map(bar).collect()
 }
 
-/// Returns the largest of the numbers in a cell of times, such as `5.2 to 6.0` and `1.3 and 1.4 ×`; 0 if there is none.
+/// Returns the largest of the numbers in a cell of times, such as `5.2 to 6.0` and `1.3 and 1.4 ×`.
 fn largest(cell: &str) -> f64 {
-    cell.split_whitespace().filter_map(|word| word.parse::<f64>().ok()).fold(0.0, f64::max)
+    let numbers = cell.split_whitespace().filter_map(|word| word.parse::<f64>().ok());
+    numbers.reduce(f64::max).unwrap_or_else(|| panic!("{cell}: no number"))
 }
 
-/// How long the reference and the judge take for a logit.
+/// The processor time, in ns, that the reference and the judge take for a logit.
 fn judge_times() -> Vec<Bar> {
     let rows = table("docs/benches.md", "| shape | dtype | reference |");
     let bars = |cells: &Vec<String>| {

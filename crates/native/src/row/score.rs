@@ -176,7 +176,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     }
 
     /// Adds the `i`th block without its left-out columns, and writes its exponentials to `exps` if that is given, each
-    /// times its slope. Returns what they are relative to.
+    /// times its slope. Returns the maximum that they are relative to, and whether all are near.
     #[inline(always)]
     fn add<E: NativeElement>(
         &mut self,

@@ -228,8 +228,8 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     exps: &[[f32; UNIT]; UNITS],
     unit: &U,
 ) {
-    // Without a transform every unit is written where it goes, over the logits or past the caches into lines of its own; the last one, if
-    // it is not whole, through a copy.
+    // Without a transform every unit is written where it goes: over the logits, or past the caches into lines of its own. A last unit
+    // that is not whole is written through a copy.
     let from = logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
     let in_lines = dlogits.as_ptr().addr().is_multiple_of(align_of::<CacheLine>());
     if mapping.is_none() && (from.is_none() || in_lines) {
